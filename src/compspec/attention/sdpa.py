@@ -1,0 +1,133 @@
+"""The reference backend: gathers pages and calls torch's scaled dot-product attention. Any device."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from compspec.attention.backend import LayerSpec
+
+# The KV capacity handed to SDPA is a multiple of this: the CPU kernel splits keys into runs of 512, and
+# other capacities change the bits of a row (measured on torch 2.13).
+CAPACITY_STEP = 512
+
+
+class SdpaBackend:
+    """Gather + `scaled_dot_product_attention`. Correct everywhere, fast where nothing better exists."""
+
+    name = "sdpa"
+
+    def refusal(self, spec: LayerSpec, dtype: torch.dtype) -> str | None:
+        """Serves every layer that `LayerSpec` can describe."""
+        return None
+
+    def paged_attention(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        block_table: Tensor,
+        seq_lens: Tensor,
+        query_positions: Tensor,
+        block_size: int,
+        scale: float,
+        window: int,
+        softcap: float,
+    ) -> Tensor:
+        """See `AttentionBackend.paged_attention`.
+
+        Requests are grouped by capacity, so that a request's arithmetic is a function of its own length
+        and never of its longest neighbour.
+        """
+        num_requests = block_table.shape[0]
+        rows = q.shape[0] // num_requests
+        q = q.view(num_requests, rows, *q.shape[1:])
+        positions = query_positions.view(num_requests, rows)
+        groups: dict[int, list[int]] = {}
+        for index, length in enumerate(seq_lens.tolist()):
+            groups.setdefault(-(-length // CAPACITY_STEP) * CAPACITY_STEP, []).append(index)
+        if len(groups) == 1:
+            (capacity,) = groups
+            out = _attend(
+                q,
+                k_cache,
+                v_cache,
+                block_table,
+                seq_lens,
+                positions,
+                capacity,
+                block_size,
+                scale,
+                window,
+                softcap,
+            )
+        else:
+            out = torch.empty_like(q)
+            for capacity, members in groups.items():
+                at = torch.tensor(members, device=q.device)
+                out[at] = _attend(
+                    q[at],
+                    k_cache,
+                    v_cache,
+                    block_table[at],
+                    seq_lens[at],
+                    positions[at],
+                    capacity,
+                    block_size,
+                    scale,
+                    window,
+                    softcap,
+                )
+        return out.reshape(num_requests * rows, *q.shape[2:])
+
+
+def _attend(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    positions: Tensor,
+    capacity: int,
+    block_size: int,
+    scale: float,
+    window: int,
+    softcap: float,
+) -> Tensor:
+    """Attention of requests that share a capacity: q [R, Q, Hq, D] -> [R, Q, Hq, D]."""
+    k_positions = torch.arange(capacity, device=q.device)
+    in_sequence = k_positions[None, :] < seq_lens[:, None]  # [R, L]
+    keys = _gather(k_cache, block_table, in_sequence, block_size)
+    values = _gather(v_cache, block_table, in_sequence, block_size)
+    visible = k_positions[None, None, :] <= positions[:, :, None]  # [R, Q, L]
+    if window:
+        visible &= positions[:, :, None] - k_positions[None, None, :] < window
+    visible = visible.unsqueeze(1)
+    q = q.transpose(1, 2)
+    if softcap:
+        out = _capped(q, keys, values, visible, scale, softcap)
+    else:
+        out = F.scaled_dot_product_attention(q, keys, values, attn_mask=visible, scale=scale, enable_gqa=True)
+    return out.transpose(1, 2)
+
+
+def _gather(cache: Tensor, block_table: Tensor, in_sequence: Tensor, block_size: int) -> Tensor:
+    """The cache's pages as [R, Hkv, L, D]; zero outside the sequence, whatever a stale page holds."""
+    num_requests, capacity = in_sequence.shape
+    num_blocks = -(-capacity // block_size)
+    table = block_table[:, :num_blocks].clamp(0, cache.shape[0] // block_size - 1)
+    if table.shape[1] < num_blocks:
+        table = F.pad(table, (0, num_blocks - table.shape[1]))
+    pages = cache.view(-1, block_size * cache.shape[1] * cache.shape[2]).index_select(0, table.reshape(-1))
+    gathered = pages.view(num_requests, num_blocks * block_size, cache.shape[1], cache.shape[2])[:, :capacity]
+    # A masked key still meets its value as 0 * v, and 0 * NaN is NaN.
+    return gathered.masked_fill(~in_sequence[:, :, None, None], 0).transpose(1, 2)
+
+
+def _capped(q: Tensor, keys: Tensor, values: Tensor, visible: Tensor, scale: float, softcap: float) -> Tensor:
+    """Attention with a soft cap on the scores, in fp32: q [R, Hq, Q, D] -> the same."""
+    groups = q.shape[1] // keys.shape[1]
+    keys = keys.float().repeat_interleave(groups, 1)
+    values = values.float().repeat_interleave(groups, 1)
+    scores = (q.float() @ keys.transpose(-1, -2)) * scale
+    scores = (torch.tanh(scores / softcap) * softcap).masked_fill(~visible, float("-inf"))
+    return (scores.softmax(-1) @ values).to(q.dtype)

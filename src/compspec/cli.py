@@ -1,0 +1,262 @@
+"""The `compspec` command. The only module that prints."""
+
+import json
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from compspec.errors import CompspecError, ConfigError
+
+# torch and transformers take seconds to import; `--help` and `config schema` do without them.
+if TYPE_CHECKING:
+    from compspec.config import EngineConfig
+    from compspec.jsonl import PromptLine
+    from compspec.llm import LLM, Prompt, RequestOutput
+    from compspec.sampling.params import SamplingParams
+
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, help="Speculative decoding that never changes the output."
+)
+config_app = typer.Typer(no_args_is_help=True, help="The configuration.")
+app.add_typer(config_app, name="config")
+
+EXIT_DIFFERENT = 1
+EXIT_ERROR = 2
+
+_err = Console(stderr=True)
+_out = Console()
+
+ConfigOption = Annotated[Path, typer.Option("--config", "-c", help="YAML configuration file.")]
+SetOption = Annotated[
+    list[str] | None, typer.Option("--set", help="section.key=value; overrides the file. Repeatable.")
+]
+
+
+def main() -> None:
+    """Entry point: errors of compspec are one line and exit code 2."""
+    try:
+        app()
+    except CompspecError as error:
+        _err.print(f"[bold red]error:[/] {_escape(str(error))}", soft_wrap=True, highlight=False)
+        sys.exit(EXIT_ERROR)
+
+
+@app.callback()
+def _options(
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what the engine does.")] = False,
+) -> None:
+    logging.basicConfig(
+        level=logging.INFO if verbose else logging.WARNING, format="%(levelname)s %(name)s: %(message)s"
+    )
+
+
+@app.command()
+def generate(
+    config: ConfigOption,
+    set_: SetOption = None,
+    prompt: Annotated[str | None, typer.Option(help="One prompt; its text streams to the terminal.")] = None,
+    prompts: Annotated[Path | None, typer.Option(help="JSONL file of prompts.")] = None,
+    output: Annotated[Path | None, typer.Option(help="JSONL file for results; a killed run resumes here.")] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Run again without speculation and compare token by token.")
+    ] = False,
+    chat: Annotated[bool | None, typer.Option(help="Wrap text prompts in the chat template.")] = None,
+) -> None:
+    """Generate text, with statistics of the speculation."""
+    from compspec.config import load_config, parse_override
+
+    overrides: dict[str, Any] = {}
+    for text in set_ or []:
+        overrides |= {".".join(path): value for path, value in _leaves(parse_override(text))}
+    resolved = load_config(config, overrides)
+    if prompt is not None and prompts is not None:
+        raise ConfigError("give --prompt or --prompts, not both")
+    if output is not None and prompts is None:
+        raise ConfigError("--output needs --prompts")
+    use_chat = resolved.generate.chat if chat is None else chat
+    if prompts is not None:
+        _generate_batch(resolved, prompts, output, use_chat, check)
+        return
+    text = prompt if prompt is not None else resolved.generate.prompt
+    if text is None:
+        raise ConfigError("no prompt: give --prompt or --prompts, or set generate.prompt in the configuration")
+    _generate_one(resolved, text, use_chat, check)
+
+
+@app.command()
+def doctor() -> None:
+    """Say what this machine can do."""
+    from rich.table import Table
+
+    from compspec.doctor import examine
+
+    table = Table(title="compspec doctor", show_header=False)
+    for item in examine():
+        mark = {True: "[green]ok[/]", False: "[yellow]no[/]", None: ""}[item.good]
+        table.add_row(item.name, mark, _escape(item.value))
+    _out.print(table)
+
+
+@config_app.command()
+def schema() -> None:
+    """Print the JSON schema of the configuration."""
+    from compspec.config import EngineConfig
+
+    print(json.dumps(EngineConfig.model_json_schema(), indent=2))
+
+
+def _generate_one(config: "EngineConfig", text: str, use_chat: bool, check: bool) -> None:
+    llm = _start(config)
+    params = _seeded(config.sampling)
+    prompt = _encode(llm, text, use_chat)
+    token_ids: list[int] = []
+    for chunk in llm.stream(prompt, params):
+        token_ids += chunk.token_ids
+        sys.stdout.write(chunk.text if llm.tokenizer is not None else " ".join(map(str, chunk.token_ids)) + " ")
+        sys.stdout.flush()
+    sys.stdout.write("\n\n")
+    sys.stdout.flush()
+    _print_statistics(llm, config)
+    if check:
+        _check(llm, [prompt], [params], [token_ids])
+
+
+def _generate_batch(config: "EngineConfig", prompts: Path, output: Path | None, use_chat: bool, check: bool) -> None:
+    from compspec.jsonl import ResultFile, read_prompts, result_record
+
+    lines = read_prompts(prompts)
+    params = [_seeded(line.sampling(config.sampling)) for line in lines]
+    file = ResultFile(output) if output is not None else None
+    todo = [index for index, line in enumerate(lines) if file is None or line.id not in file.finished]
+    skipped = len(lines) - len(todo)
+    if skipped:
+        _err.print(f"{skipped} of {len(lines)} prompts are finished in {output}; doing the other {len(todo)}")
+    if not todo:
+        return
+    llm = _start(config)
+    encoded = [_encode_line(llm, lines[index], use_chat) for index in todo]
+    chosen = [params[index] for index in todo]
+    with _progress_bar(len(todo)) as advance:
+
+        def finished(index: int, result: "RequestOutput") -> None:
+            record = result_record(lines[todo[index]], result)
+            if file is not None:
+                file.write(record)
+            else:
+                print(json.dumps(record, ensure_ascii=False))
+            advance()
+
+        outputs = llm.generate(encoded, chosen, on_finish=finished)
+    if file is not None:
+        file.close()
+    _print_statistics(llm, config)
+    if check:
+        _check(llm, encoded, chosen, [result.token_ids for result in outputs])
+
+
+def _check(llm: "LLM", prompts: "list[Prompt]", params: "list[SamplingParams]", speculative: list[list[int]]) -> None:
+    """Generates again without drafts and compares; exits with 1 at a difference."""
+    plain_params = [each.model_copy(update={"speculative": False}) for each in params]
+    plain = [result.token_ids for result in llm.generate(prompts, plain_params)]
+    same = [a == b for a, b in zip(speculative, plain, strict=True)]
+    if all(same):
+        num_tokens = sum(map(len, plain))
+        _err.print(
+            f"[green]checked:[/] {len(same)} of {len(same)} outputs ({num_tokens} tokens) equal those without speculation"
+        )
+        return
+    index = same.index(False)
+    pairs = zip(speculative[index], plain[index], strict=False)
+    shorter = min(len(speculative[index]), len(plain[index]))
+    position = next((at for at, (a, b) in enumerate(pairs) if a != b), shorter)
+    _err.print(
+        f"[bold red]different:[/] {sum(same)} of {len(same)} outputs are equal; prompt {index} differs first at token {position}"
+    )
+    raise typer.Exit(EXIT_DIFFERENT)
+
+
+def _start(config: "EngineConfig") -> "LLM":
+    """Loads and compiles, with a line per step on the terminal."""
+    from compspec.llm import LLM
+
+    def tell(name: str, seconds: float) -> None:
+        _err.print(f"[dim]  {name}: {seconds:.1f} s[/]", highlight=False)
+
+    _err.print(f"[dim]starting {config.model.source}[/]", highlight=False, soft_wrap=True)
+    return LLM(config, progress=tell)
+
+
+def _seeded(params: "SamplingParams") -> "SamplingParams":
+    """Fixes the seed of a sampled request, so that it can be repeated for a check."""
+    import secrets
+
+    if params.is_greedy or params.seed is not None:
+        return params
+    return params.model_copy(update={"seed": secrets.randbits(62)})
+
+
+def _encode(llm: "LLM", text: str, use_chat: bool) -> "Prompt":
+    return llm.chat_token_ids([{"role": "user", "content": text}]) if use_chat else llm.encode(text)
+
+
+def _encode_line(llm: "LLM", line: "PromptLine", use_chat: bool) -> "Prompt":
+    if line.prompt_token_ids is not None:
+        return line.prompt_token_ids
+    if line.messages is not None:
+        return llm.chat_token_ids(line.messages)
+    assert line.prompt is not None
+    return _encode(llm, line.prompt, use_chat)
+
+
+def _print_statistics(llm: "LLM", config: "EngineConfig") -> None:
+    from rich.table import Table
+
+    stats = llm.stats
+    table = Table(show_header=False, title="statistics", title_justify="left")
+    table.add_row("output tokens", f"{stats.num_output_tokens} in {stats.num_requests} outputs")
+    table.add_row("decode speed", f"{stats.decode_tokens_per_s:.1f} tokens/s")
+    table.add_row("prefill speed", f"{stats.prefill_tokens_per_s:.1f} tokens/s")
+    table.add_row("acceptance length", f"{stats.acceptance_length:.2f} tokens per step")
+    if stats.num_draft_tokens:
+        shares = "  ".join(f"{share:.0%}" for share in stats.acceptance_per_position)
+        table.add_row("accepted by draft position", shares)
+        table.add_row("drafts", f"{stats.num_accepted_tokens} of {stats.num_draft_tokens} accepted")
+    table.add_row("start-up", f"{stats.compile_s:.1f} s for {stats.num_compiled_buckets} compiled buckets")
+    table.add_row("after start-up", f"{stats.num_recompilations} recompilations, {stats.num_eager_steps} eager steps")
+    _err.print(table)
+    if config.numerics.mode == "exact":
+        _err.print("output: the same, token for token, as without speculation (numerics: exact)", highlight=False)
+    else:
+        _err.print(
+            "output: the same as without speculation up to floating-point near-ties (numerics: fast)",
+            highlight=False,
+        )
+
+
+@contextmanager
+def _progress_bar(total: int) -> Iterator[Any]:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=_err) as bar:
+        task = bar.add_task("generating", total=total)
+        yield lambda: bar.advance(task)
+
+
+def _leaves(nested: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for name, value in nested.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, (*path, name))
+        else:
+            yield (*path, name), value
+
+
+def _escape(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)

@@ -1,0 +1,259 @@
+"""The configuration: one frozen pydantic model per YAML section, overrides, JSON schema."""
+
+import os
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from compspec.errors import ConfigError
+from compspec.sampling.params import SamplingParams, describe_validation_error
+
+
+class Section(BaseModel):
+    """A part of the configuration: frozen, unknown keys refused, NaN refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class ModelSection(Section):
+    """Which model, and how it is loaded."""
+
+    source: str = Field(description="hub id, folder, .gguf file, or package:<import_name>/<file>")
+    tokenizer: str | None = Field(None, description="hub id or folder of the tokenizer; default: the model's")
+    revision: str | None = Field(None, description="hub revision")
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    device: str = Field("auto", description="auto, cpu, cuda, or cuda:<index>", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
+    max_model_len: Annotated[int, Field(ge=1)] | None = Field(
+        None, description="tokens of prompt and output together; default: what the model was made for"
+    )
+    trust_remote_code: bool = False
+    cpu_linear: Literal["auto", "native", "kernel"] = Field(
+        "auto",
+        description="bf16 matrix products on CPU: torch's own, compspec's C++ kernel, or the kernel where "
+        "the CPU has no bf16 instructions",
+    )
+
+
+class SpeculativeSection(BaseModel):
+    """Who drafts, and how much. Options of the method stand beside these; the method validates them."""
+
+    model_config = ConfigDict(frozen=True, extra="allow", allow_inf_nan=False)
+
+    method: str = Field("none", description="a file name in compspec/proposers: none, ngram, ...")
+    num_draft_tokens: Annotated[int, Field(ge=1)] = 5
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The method's own options."""
+        return dict(self.model_extra or {})
+
+    @property
+    def max_draft_tokens(self) -> int:
+        """K, or 0 where nothing drafts."""
+        return 0 if self.method == "none" else self.num_draft_tokens
+
+
+class CacheSection(Section):
+    """The paged KV cache."""
+
+    block_size: Annotated[int, Field(ge=1, le=512)] = 16
+    num_blocks: Annotated[int, Field(ge=2)] | None = Field(None, description="overrides memory")
+    memory: Literal["auto"] | Annotated[float, Field(gt=0)] = Field("auto", description="GiB for the KV cache")
+
+    @field_validator("block_size")
+    @classmethod
+    def _power_of_two(cls, value: int) -> int:
+        if value & (value - 1):
+            raise ValueError("must be a power of two")
+        return value
+
+
+class SchedulerSection(Section):
+    """How many requests and tokens one step may hold."""
+
+    max_num_seqs: Annotated[int, Field(ge=1)] = 8
+    max_batched_tokens: Annotated[int, Field(ge=1)] = 2048
+
+
+class CompileSection(Section):
+    """How the model is compiled."""
+
+    mode: Literal["reduce-overhead", "default", "none"] = "reduce-overhead"
+    decode_buckets: tuple[Annotated[int, Field(ge=1)], ...] | None = Field(
+        None,
+        description="batch sizes (requests) that get a graph; max_num_seqs is always one; default: 1, 4, 16, ...",
+    )
+
+
+class NumericsSection(Section):
+    """What the outputs may depend on."""
+
+    mode: Literal["exact", "fast"] = "exact"
+    decode_width: Annotated[int, Field(ge=2, le=256)] = Field(
+        8, description="exact: query rows per request in every decode step"
+    )
+    prefill_chunk: Annotated[int, Field(ge=16)] = Field(256, description="tokens per prefill step")
+    self_test: Literal["error", "warn", "off"] = Field(
+        "error",
+        description="exact: what happens when the start-up self-test finds a row that depends on its neighbours",
+    )
+
+
+class GenerateSection(Section):
+    """What `compspec generate` does when the command line does not say."""
+
+    prompt: str | None = Field(None, description="the prompt where neither --prompt nor --prompts is given")
+    chat: bool = Field(False, description="wrap text prompts in the tokenizer's chat template, as a user's message")
+
+
+class EngineConfig(Section):
+    """Everything an engine is made from. See `configs/` for files and `load_config` to read one."""
+
+    model: ModelSection
+    speculative: SpeculativeSection = SpeculativeSection()
+    cache: CacheSection = CacheSection()
+    scheduler: SchedulerSection = SchedulerSection()
+    compile: CompileSection = CompileSection()
+    numerics: NumericsSection = NumericsSection()
+    sampling: SamplingParams = Field(default_factory=SamplingParams, description="defaults for requests")
+    generate: GenerateSection = GenerateSection()
+    cache_dir: str | None = Field(
+        None,
+        description="where converted weights and compiled code live; default: $COMPSPEC_CACHE or ~/.cache/compspec",
+    )
+
+    @field_validator("numerics", mode="before")
+    @classmethod
+    def _numerics_shorthand(cls, value: Any) -> Any:
+        return {"mode": value} if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _widths_fit(self) -> "EngineConfig":
+        drafts, numerics, scheduler = self.speculative.max_draft_tokens, self.numerics, self.scheduler
+        if numerics.mode == "exact" and drafts >= numerics.decode_width:
+            raise ValueError(
+                f"speculative.num_draft_tokens is {drafts} but numerics: exact verifies at most decode_width - 1 = "
+                f"{numerics.decode_width - 1} drafts; lower it, or raise numerics.decode_width"
+            )
+        widest = scheduler.max_num_seqs * self.query_len
+        if widest > scheduler.max_batched_tokens:
+            raise ValueError(
+                f"a full decode step has scheduler.max_num_seqs x query rows = {scheduler.max_num_seqs} x "
+                f"{self.query_len} = {widest} tokens, more than scheduler.max_batched_tokens = "
+                f"{scheduler.max_batched_tokens}"
+            )
+        if numerics.prefill_chunk > scheduler.max_batched_tokens:
+            raise ValueError(
+                f"numerics.prefill_chunk = {numerics.prefill_chunk} is more than scheduler.max_batched_tokens = "
+                f"{scheduler.max_batched_tokens}"
+            )
+        return self
+
+    @property
+    def query_len(self) -> int:
+        """Query rows per request of the widest decode step."""
+        if self.numerics.mode == "exact":
+            return self.numerics.decode_width
+        return self.speculative.max_draft_tokens + 1
+
+    @property
+    def cache_path(self) -> Path:
+        """The folder for converted weights, compiled code and self-test results."""
+        return Path(self.cache_dir).expanduser() if self.cache_dir is not None else default_cache_path()
+
+
+def default_cache_path() -> Path:
+    """$COMPSPEC_CACHE, or a folder in the user's cache."""
+    return Path(os.environ.get("COMPSPEC_CACHE", "~/.cache/compspec")).expanduser()
+
+
+def load_config(path: str | Path, overrides: dict[str, Any] | None = None) -> EngineConfig:
+    """Reads a YAML file.
+
+    Args:
+        path: the file.
+        overrides: nested ({"speculative": {"method": "none"}}) or dotted ({"speculative.method": "none"}).
+
+    Raises:
+        ConfigError: the file is missing, is not YAML, or holds an unknown key or a wrong value.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            data = yaml.safe_load(file)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise ConfigError(f"cannot read configuration file '{path}': {reason}") from None
+    except yaml.YAMLError as error:
+        where = getattr(error, "problem_mark", None)
+        line = f" (line {where.line + 1})" if where is not None else ""
+        raise ConfigError(f"'{path}' is not valid YAML{line}: {getattr(error, 'problem', error)}") from None
+    if not isinstance(data, dict):
+        raise ConfigError(f"'{path}' must hold a mapping of sections, it holds {type(data).__name__}")
+    return make_config(data, overrides)
+
+
+def make_config(data: dict[str, Any], overrides: dict[str, Any] | None = None) -> EngineConfig:
+    """Validates a nested mapping, after merging `overrides` into it.
+
+    Raises:
+        ConfigError: an unknown key (the message lists the valid ones) or a wrong value.
+    """
+    merged = _merge(data, _nest(overrides or {}))
+    try:
+        return EngineConfig.model_validate(merged)
+    except ValidationError as error:
+        raise ConfigError(_describe(error)) from None
+
+
+def parse_override(text: str) -> dict[str, Any]:
+    """Turns `section.key=value` into a nested mapping; the value is read as YAML.
+
+    Raises:
+        ConfigError: no `=`, or a value that is not YAML.
+    """
+    name, separator, value = text.partition("=")
+    if not separator or not name.strip():
+        raise ConfigError(f"--set takes section.key=value, given: '{text}'")
+    try:
+        return _nest({name.strip(): yaml.safe_load(value)})
+    except yaml.YAMLError:
+        raise ConfigError(f"--set {name}: the value is not valid YAML: '{value}'") from None
+
+
+def _nest(flat: dict[str, Any]) -> dict[str, Any]:
+    """{"a.b": 1} -> {"a": {"b": 1}}; nested mappings pass through."""
+    nested: dict[str, Any] = {}
+    for name, value in flat.items():
+        head, _, rest = str(name).partition(".")
+        if rest:
+            value = _nest({rest: value})
+        elif isinstance(value, BaseModel):
+            value = value.model_dump()
+        nested = _merge(nested, {head: value})
+    return nested
+
+
+def _merge(base: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for name, value in extra.items():
+        old = merged.get(name)
+        if name == "numerics" and isinstance(old, str):
+            old = {"mode": old}
+        merged[name] = _merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return merged
+
+
+def _describe(error: ValidationError) -> str:
+    """One line that names the key, the rule, and for an unknown key the valid ones."""
+    errors = error.errors()
+    first = next((item for item in errors if item["type"] == "extra_forbidden"), errors[0])
+    if first["type"] == "value_error" and not first["loc"]:
+        return str(first["msg"]).removeprefix("Value error, ")
+    section: Any = EngineConfig
+    for part in first["loc"][:-1]:
+        field = section.model_fields.get(part) if isinstance(section, type) else None
+        section = field.annotation if field is not None else None
+    valid = list(section.model_fields) if isinstance(section, type) and issubclass(section, BaseModel) else []
+    return describe_validation_error(error, valid, "configuration key")

@@ -1,0 +1,254 @@
+"""The engine: token ids in, token ids out. `Engine.step` is the whole algorithm."""
+
+import itertools
+import logging
+import secrets
+import time
+from collections.abc import Sequence
+
+import torch
+
+from compspec.batch import Batch, DraftTokens
+from compspec.config import EngineConfig
+from compspec.errors import NumericsError, RequestError, UnsupportedError
+from compspec.models.loader import LoadedModel, load_model
+from compspec.proposers.none import NoProposer
+from compspec.proposers.proposer import Proposer, check_drafts, make_proposer
+from compspec.request import FinishReason, Request, TokenDelta
+from compspec.runner import compiled
+from compspec.runner.model_runner import ModelRunner, Progress
+from compspec.runner.self_test import cached_self_test
+from compspec.sampling.metadata import MetadataState
+from compspec.sampling.noise import GumbelNoise
+from compspec.sampling.params import SamplingParams
+from compspec.sampling.sampler import NOISE_ROWS, Sampler
+from compspec.sampling.verifier import EqualityVerifier
+from compspec.scheduling.block_pool import BlockPool
+from compspec.scheduling.scheduler import Scheduler
+from compspec.scoring.multi_query import MultiQueryScorer, Scorer
+from compspec.stats import SpecStats
+
+logger = logging.getLogger(__name__)
+
+
+class Engine:
+    """Continuous batching with speculation over one model.
+
+    Args:
+        config: everything that can be set.
+        loaded: the model, if it is loaded already; else `config.model` is.
+        proposer: takes the place of the one that the configuration names.
+        progress: told of each step of the start-up.
+
+    Raises:
+        ConfigError, ModelError, UnsupportedError, CapacityError, NumericsError: as their names say.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        loaded: LoadedModel | None = None,
+        proposer: Proposer | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        logger.info("configuration: %s", config.model_dump_json())
+        speculative = config.speculative
+        self.config = config
+        # First, because it is cheap and a wrong option should not wait for the weights.
+        self._proposer = proposer or make_proposer(
+            speculative.method, speculative.options, speculative.num_draft_tokens
+        )
+        loaded = loaded or load_model(config.model, config.cache_path)
+        self.loaded = loaded
+        adapter = loaded.adapter
+        self.max_model_len = adapter.max_model_len
+        self.vocab_size = adapter.vocab_size
+        self.stats = SpecStats()
+        self.runner = ModelRunner(adapter, config, self.max_model_len)
+        self.pool = BlockPool(self.runner.num_blocks, config.cache.block_size)
+        self.scheduler = Scheduler(
+            self.pool,
+            max_num_seqs=config.scheduler.max_num_seqs,
+            prefill_chunk=config.numerics.prefill_chunk,
+            max_draft_tokens=speculative.max_draft_tokens,
+            eos_token_ids=frozenset(adapter.eos_token_ids),
+        )
+        self._scorer: Scorer = MultiQueryScorer(self.runner)
+        self._metadata = MetadataState(config.scheduler.max_num_seqs, adapter.vocab_size, adapter.device)
+        self._noise = compiled.compile_noise(GumbelNoise(adapter.vocab_size, adapter.device), config.compile.mode)
+        self._sampler = Sampler(self._noise, len(loaded.tokenizer) if loaded.tokenizer is not None else None)
+        self._verifier = EqualityVerifier()
+        self._requests: dict[str, Request] = {}
+        self._numbers = itertools.count()
+        self._start(progress)
+
+    def add_request(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+    ) -> Request:
+        """Queues a request; it runs as `step` is called.
+
+        Args:
+            prompt_token_ids: at least one token, fewer than the model's length.
+            params: defaults to the configuration's `sampling`.
+            request_id: must not be in use; default: a number.
+
+        Raises:
+            RequestError: an empty or too long prompt, ids outside the vocabulary, an id in use.
+            CapacityError: the request could never fit into the KV cache.
+        """
+        params = params or self.config.sampling
+        request_id = request_id if request_id is not None else str(next(self._numbers))
+        if request_id in self._requests:
+            raise RequestError(f"request id '{request_id}' is in use")
+        prompt = self._checked_prompt(prompt_token_ids)
+        self._check_params(params)
+        request = Request(
+            request_id,
+            prompt,
+            params,
+            seed=params.seed if params.seed is not None else secrets.randbits(63),
+            max_tokens=min(params.max_tokens, self.max_model_len - len(prompt)),
+        )
+        if isinstance(self._proposer, NoProposer):
+            request.stats.speculation_off_because = "speculative.method is none"
+        elif params.speculative is False:
+            request.stats.speculation_off_because = "the request asked for none"
+        self.scheduler.add(request)
+        self._requests[request_id] = request
+        return request
+
+    def step(self) -> list[TokenDelta]:
+        """Runs one step: a prompt chunk, or one verification of every decoding request.
+
+        Returns:
+            What it gave each request that sampled; empty when there was nothing to do.
+        """
+        started = time.perf_counter()
+        batch = self.scheduler.schedule()
+        if batch is None:
+            return []
+        drafts = self._propose(batch)
+        proposed = time.perf_counter()
+        logits = self._scorer.score(batch, drafts)
+        scored = time.perf_counter()
+        metadata = self._metadata.build(batch, drafts, *logits.shape[:2])
+        target_token_ids = self._sampler.sample(logits, metadata)
+        output = self._verifier.verify(target_token_ids, batch, drafts)
+        self._metadata.commit(batch, output)
+        deltas = self.scheduler.update(batch, output)
+        self._proposer.observe(batch, output)
+        self._account(batch, deltas, started, proposed, scored)
+        return deltas
+
+    def abort(self, request_id: str) -> TokenDelta | None:
+        """Ends a request now and frees what it holds; None if there is no such unfinished request."""
+        request = self._requests.pop(request_id, None)
+        if request is None:
+            return None
+        self.scheduler.abort(request)
+        return TokenDelta(request=request, token_ids=(), finish_reason=FinishReason.ABORT)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is unfinished."""
+        return self.scheduler.has_work
+
+    def _propose(self, batch: Batch) -> DraftTokens:
+        if batch.is_prefill:
+            return DraftTokens.from_lists([[] for _ in batch.scheduled], 0)
+        drafts = self._proposer.propose(batch)
+        check_drafts(batch, drafts, self.vocab_size)
+        return drafts
+
+    def _checked_prompt(self, token_ids: Sequence[int]) -> list[int]:
+        prompt = [int(token) for token in token_ids]
+        if not prompt:
+            raise RequestError("the prompt is empty; it must have at least one token")
+        if len(prompt) >= self.max_model_len:
+            raise RequestError(
+                f"the prompt has {len(prompt)} tokens; with room for one more the model takes {self.max_model_len}"
+            )
+        if min(prompt) < 0 or max(prompt) >= self.vocab_size:
+            bad = next(token for token in prompt if not 0 <= token < self.vocab_size)
+            raise RequestError(f"token id {bad} is outside the vocabulary of {self.vocab_size}")
+        return prompt
+
+    def _check_params(self, params: SamplingParams) -> None:
+        limit = self.config.speculative.num_draft_tokens
+        if params.speculative and params.speculative > limit:
+            raise UnsupportedError(
+                f"speculative = {params.speculative} is more than speculative.num_draft_tokens = {limit} of this engine"
+            )
+        for token in params.stop_token_ids:
+            if token >= self.vocab_size:
+                raise RequestError(f"stop token id {token} is outside the vocabulary of {self.vocab_size}")
+
+    def _account(self, batch: Batch, deltas: list[TokenDelta], started: float, proposed: float, scored: float) -> None:
+        stats = self.stats
+        ended = time.perf_counter()
+        stats.num_forwards += 1
+        stats.propose_s += proposed - started
+        stats.forward_s += scored - proposed
+        stats.sample_s += ended - scored
+        stats.step_s += ended - started
+        if batch.is_prefill:
+            stats.num_prefill_forwards += 1
+            stats.prefill_s += ended - started
+            stats.prefill_tokens += sum(entry.num_new_tokens for entry in batch.scheduled)
+        stats.num_recompilations = compiled.num_compilations() - self._compiled_at_start
+        stats.num_eager_steps = self.runner.num_unready_runs
+        for delta in deltas:
+            if delta.finish_reason is not None:
+                request = delta.request
+                del self._requests[request.request_id]
+                stats.add_request(request.stats, request.num_prompt_tokens, request.num_output_tokens)
+
+    def _start(self, progress: Progress | None) -> None:
+        """Compiles, warms up and tests; afterwards nothing compiles."""
+        watch = compiled.Stopwatch()
+        self.runner.warm_up(progress)
+        if self.config.numerics.mode == "exact":
+            self._prove_exactness(progress)
+        self._warm_up_noise()
+        self.stats.num_compiled_buckets = len(self.runner.buckets.all) if self.config.compile.mode != "none" else 0
+        self.stats.compile_s = watch.seconds
+        self._compiled_at_start = compiled.num_compilations()
+        self.runner.num_unready_runs = 0
+
+    def _prove_exactness(self, progress: Progress | None) -> None:
+        """Keeps the decode buckets that the self-test found bit-equal.
+
+        Raises:
+            NumericsError: rows depend on their neighbours, and `numerics.self_test` is `error`.
+        """
+        policy = self.config.numerics.self_test
+        if policy == "off":
+            largest = max(self.runner.buckets.decode, key=lambda bucket: bucket.num_tokens)
+            self.runner.buckets.restrict_decode([largest])
+            return
+        watch = compiled.Stopwatch()
+        parts = [self.loaded.fingerprint, str(self.config.compile.mode), str(self.loaded.adapter.dtype)]
+        result = cached_self_test(self.runner, parts, self.config.cache_path / "self_test")
+        if progress is not None:
+            progress("self-test", watch.seconds)
+        if result.dependent:
+            names = ", ".join(map(str, result.dependent))
+            message = (
+                f"numerics: exact does not hold on this machine with this model: in bucket {names} a row's bits depend "
+                "on its place or its neighbours; use numerics: fast, another dtype, or numerics.self_test: warn"
+            )
+            if policy == "error":
+                raise NumericsError(message)
+            logger.warning(message)
+        if result.different:
+            names = ", ".join(map(str, result.different))
+            logger.warning("not used, because their bits differ from the largest bucket's: %s", names)
+        self.runner.buckets.restrict_decode([*result.equal, *result.dependent] or list(result.different))
+
+    def _warm_up_noise(self) -> None:
+        zeros = torch.zeros(NOISE_ROWS, dtype=torch.int64, device=self.loaded.adapter.device)
+        self._noise(zeros, zeros)

@@ -1,0 +1,185 @@
+"""Prompt files in, result files out, line by line; a result file survives a kill at any moment."""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from compspec.errors import CompspecError, RequestError
+from compspec.llm import RequestOutput
+from compspec.sampling.params import SamplingParams
+
+_KEYS = ("id", "prompt", "messages", "prompt_token_ids", "params")
+
+
+class OutputError(CompspecError):
+    """The output file cannot be written; what was finished before is kept in it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptLine:
+    """One line of a prompt file: exactly one of the three kinds of prompt.
+
+    Attributes:
+        id: the line's `id`, or its number (from 0) as text.
+        params: sampling parameters that differ from the configuration's.
+    """
+
+    id: str
+    prompt: str | None
+    messages: list[dict[str, Any]] | None
+    prompt_token_ids: list[int] | None
+    params: dict[str, Any]
+
+    def sampling(self, defaults: SamplingParams) -> SamplingParams:
+        """The defaults with this line's own values.
+
+        Raises:
+            RequestError: an unknown name or a value out of range.
+        """
+        try:
+            return SamplingParams(**{**defaults.model_dump(), **self.params})
+        except RequestError as error:
+            raise RequestError(f"prompt '{self.id}': {error}") from None
+
+
+def read_prompts(path: Path) -> list[PromptLine]:
+    """Reads a JSONL file of prompts; blank lines are skipped.
+
+    Raises:
+        RequestError: an unreadable file, a line that is not a prompt, or an id that occurs twice.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise RequestError(f"cannot read prompt file '{path}': {reason}") from None
+    lines = [_prompt_line(raw, number, path) for number, raw in enumerate(text.split("\n")) if raw.strip()]
+    seen: set[str] = set()
+    for line in lines:
+        if line.id in seen:
+            raise RequestError(f"'{path}' has two prompts with id '{line.id}'")
+        seen.add(line.id)
+    return lines
+
+
+def _prompt_line(raw: str, number: int, path: Path) -> PromptLine:
+    where = f"'{path}' line {number + 1}"
+    try:
+        data = json.loads(raw)
+    except ValueError:
+        raise RequestError(f"{where} is not valid JSON") from None
+    if not isinstance(data, dict):
+        raise RequestError(f"{where} must be a JSON object")
+    unknown = [key for key in data if key not in _KEYS]
+    if unknown:
+        raise RequestError(f"{where}: unknown key '{unknown[0]}'; valid are: {', '.join(_KEYS)}")
+    given = [key for key in ("prompt", "messages", "prompt_token_ids") if data.get(key) is not None]
+    if len(given) != 1:
+        raise RequestError(f"{where} must have exactly one of prompt, messages, prompt_token_ids")
+    kinds: dict[str, tuple[type, str]] = {
+        "prompt": (str, "text"),
+        "messages": (list, "a list"),
+        "prompt_token_ids": (list, "a list"),
+        "params": (dict, "an object"),
+    }
+    for key, (kind, name) in kinds.items():
+        if data.get(key) is not None and not isinstance(data[key], kind):
+            raise RequestError(f"{where}: {key} must be {name}")
+    token_ids = data.get("prompt_token_ids")
+    if token_ids is not None and not all(type(token) is int for token in token_ids):
+        raise RequestError(f"{where}: prompt_token_ids must be integers")
+    return PromptLine(
+        id=str(data.get("id", number)),
+        prompt=data.get("prompt"),
+        messages=data.get("messages"),
+        prompt_token_ids=token_ids,
+        params=data.get("params") or {},
+    )
+
+
+class ResultFile:
+    """Appends one JSON line per finished prompt. Lines of an earlier, killed run are kept and not done again.
+
+    A last line that the kill left incomplete is cut off when the file is opened.
+
+    Args:
+        path: the file; made if it is not there.
+
+    Raises:
+        OutputError: it cannot be opened, or holds something else than results.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._file = open(path, "a+b")  # noqa: SIM115  # closed by close()
+            self.finished = self._recover()
+        except OSError as error:
+            raise OutputError(f"cannot write output file '{path}': {error.strerror}") from None
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Appends a line; it is in the file when this returns.
+
+        Raises:
+            OutputError: the disk is full or failed. The line is not there, all earlier ones are.
+        """
+        end = self._file.seek(0, os.SEEK_END)
+        try:
+            self._file.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
+            self._file.flush()
+        except OSError as error:
+            self._discard_after(end)
+            raise OutputError(
+                f"cannot write to output file '{self.path}': {error.strerror}; the {len(self.finished)} results "
+                "finished so far are kept, run the same command again to go on"
+            ) from None
+        self.finished.add(str(record["id"]))
+
+    def close(self) -> None:
+        """Closes the file."""
+        try:
+            self._file.close()
+        except OSError as error:
+            raise OutputError(f"cannot write to output file '{self.path}': {error.strerror}") from None
+
+    def _discard_after(self, end: int) -> None:
+        """Drops what a failed write left in the buffer and in the file."""
+        raw = self._file.raw  # type: ignore[attr-defined]  # a+b is a BufferedRandom
+        try:
+            self._file.detach()
+        except OSError:
+            pass
+        self._file = raw
+        os.ftruncate(raw.fileno(), end)
+
+    def _recover(self) -> set[str]:
+        self._file.seek(0)
+        finished: set[str] = set()
+        good = 0
+        for raw in self._file:
+            if not raw.endswith(b"\n"):
+                break
+            try:
+                finished.add(str(json.loads(raw)["id"]))
+            except (ValueError, KeyError, TypeError):
+                raise OutputError(
+                    f"'{self.path}' holds a line that is no result of compspec; choose another output file"
+                ) from None
+            good += len(raw)
+        self._file.truncate(good)
+        return finished
+
+
+def result_record(line: PromptLine, output: RequestOutput) -> dict[str, Any]:
+    """The JSON line of a finished prompt."""
+    stats = {**asdict(output.stats), "acceptance_length": output.stats.acceptance_length}
+    return {
+        "id": line.id,
+        "text": output.text,
+        "token_ids": output.token_ids,
+        "finish_reason": str(output.finish_reason),
+        "stats": stats,
+    }

@@ -1,0 +1,1 @@
+"""Kernels compiled on the machine they run on."""

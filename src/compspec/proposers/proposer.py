@@ -1,0 +1,85 @@
+"""What a proposer is, and how one is found by its name."""
+
+import importlib
+import pkgutil
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+import compspec.proposers
+from compspec.batch import Batch, DraftTokens, StepOutput
+from compspec.errors import ConfigError
+from compspec.sampling.params import describe_validation_error
+
+
+class Options(BaseModel):
+    """Base of a proposer's own options, which stand in the `speculative` section. Unknown keys are refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class Proposer(Protocol):
+    """Guesses tokens. A guess can only change speed: what is wrong is rejected by the verifier.
+
+    A module `compspec/proposers/<name>.py` holds a class `Options` and a function
+    `make(options, num_draft_tokens) -> Proposer`.
+    """
+
+    def propose(self, batch: Batch) -> DraftTokens:
+        """Drafts for a decode step.
+
+        Returns:
+            token_ids [R, K] with at most `max_draft_tokens` of each scheduled request, -1 after them.
+        """
+        ...
+
+    def observe(self, batch: Batch, output: StepOutput) -> None:
+        """Learns what a step added to each output; called after every step that samples."""
+        ...
+
+
+def names() -> list[str]:
+    """The proposers that exist: the files of this folder."""
+    found = (module.name for module in pkgutil.iter_modules(compspec.proposers.__path__))
+    return sorted(name for name in found if name != "proposer")
+
+
+def make_proposer(method: str, options: Mapping[str, Any], num_draft_tokens: int) -> Proposer:
+    """Finds `compspec/proposers/<method>.py` and makes its proposer.
+
+    Raises:
+        ConfigError: no such proposer (the message lists what there is), or options it does not take.
+    """
+    if method not in names():
+        raise ConfigError(f"unknown speculative.method '{method}'; there are: {', '.join(names())}")
+    module = importlib.import_module(f"compspec.proposers.{method}")
+    try:
+        parsed = module.Options.model_validate(dict(options))
+    except ValidationError as error:
+        shared = ["method", "num_draft_tokens"]
+        what = f"key for method {method} in configuration section 'speculative':"
+        raise ConfigError(describe_validation_error(error, shared + list(module.Options.model_fields), what)) from None
+    proposer: Proposer = module.make(parsed, num_draft_tokens)
+    return proposer
+
+
+def check_drafts(batch: Batch, drafts: DraftTokens, vocab_size: int) -> None:
+    """Refuses drafts that break the protocol, before they could reach an embedding.
+
+    Raises:
+        ValueError: wrong shape, more drafts than allowed, or ids outside the vocabulary.
+    """
+    num_requests = len(batch.scheduled)
+    counts = drafts.num_draft_tokens
+    if drafts.token_ids.shape[0] != num_requests or counts.shape != (num_requests,):
+        raise ValueError(f"proposer returned drafts for {counts.shape[0]} requests, the batch has {num_requests}")
+    for row, entry in enumerate(batch.scheduled):
+        count = int(counts[row])
+        if not 0 <= count <= entry.max_draft_tokens:
+            raise ValueError(f"proposer returned {count} drafts where at most {entry.max_draft_tokens} are allowed")
+        real = drafts.token_ids[row, :count]
+        if count and (real.min() < 0 or real.max() >= vocab_size):
+            raise ValueError(f"proposer returned token ids {real.tolist()} outside the vocabulary of {vocab_size}")
+        if (drafts.token_ids[row, count:] != -1).any():
+            raise ValueError("proposer must pad drafts with -1")

@@ -1,0 +1,150 @@
+"""One request from submission to its end."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from compspec.sampling.params import SamplingParams
+
+
+class FinishReason(str, Enum):
+    """Why an output ended: a stop token, the length limit, the caller, or an error of this request."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestStats:
+    """What one request cost. Counts describe the output as delivered, after any stop token cut it.
+
+    Attributes:
+        num_steps: forwards that produced output tokens, the last prefill chunk included.
+        num_decode_steps: those after the prompt; each yields its accepted drafts and one more token.
+        num_draft_tokens, num_accepted_tokens: drafts that were verified, and those that became output.
+        drafted_per_position, accepted_per_position: the same by position in the window, first draft first.
+        num_cached_tokens: prompt tokens whose KV came from the prefix cache.
+        num_preemptions: how often the request gave its blocks back.
+        speculation_off_because: why nothing was drafted for this request, if so.
+        queue_s, prefill_s, decode_s: seconds waiting, until the first token, and after it.
+    """
+
+    num_steps: int = 0
+    num_decode_steps: int = 0
+    num_decode_tokens: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    drafted_per_position: list[int] = field(default_factory=list)
+    accepted_per_position: list[int] = field(default_factory=list)
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    speculation_off_because: str | None = None
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+
+    @property
+    def acceptance_length(self) -> float:
+        """Mean tokens per decode step, the extra token included; 1.0 before the first."""
+        return self.num_decode_tokens / self.num_decode_steps if self.num_decode_steps else 1.0
+
+    def count_step(self, num_drafts: int, num_accepted: int, num_tokens: int) -> None:
+        """Adds one decode step that verified drafts and gave `num_tokens` output tokens."""
+        self.num_steps += 1
+        self.num_decode_steps += 1
+        self.num_decode_tokens += num_tokens
+        self.num_draft_tokens += num_drafts
+        self.num_accepted_tokens += num_accepted
+        missing = num_drafts - len(self.drafted_per_position)
+        self.drafted_per_position.extend([0] * missing)
+        self.accepted_per_position.extend([0] * missing)
+        for position in range(num_drafts):
+            self.drafted_per_position[position] += 1
+            self.accepted_per_position[position] += position < num_accepted
+
+
+class Request:
+    """A prompt, its parameters and its state. Mutable; owned by the engine.
+
+    `num_computed_tokens` (KV valid and verified) chases `num_tokens` (prompt and output).
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        seed: int,
+        max_tokens: int,
+    ) -> None:
+        self.request_id = request_id
+        self.params = params
+        self.seed = seed
+        self.max_tokens = max_tokens
+        self.num_prompt_tokens = len(prompt_token_ids)
+        self.num_tokens = self.num_prompt_tokens
+        self.num_computed_tokens = 0
+        self.block_ids: list[int] = []
+        self.slot: int | None = None
+        self.finish_reason: FinishReason | None = None
+        self.stats = RequestStats()
+        self.arrived_at = 0.0
+        self.admitted_at = 0.0
+        self.first_token_at = 0.0
+        self._tokens = np.empty(self.num_prompt_tokens + max_tokens, dtype=np.int32)
+        self._tokens[: self.num_prompt_tokens] = prompt_token_ids
+
+    @property
+    def token_ids(self) -> NDArray[np.int32]:
+        """Prompt and output, [num_tokens] int32; a view, valid until the next token is appended."""
+        return self._tokens[: self.num_tokens]
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """The output so far."""
+        output: list[int] = self._tokens[self.num_prompt_tokens : self.num_tokens].tolist()
+        return output
+
+    @property
+    def num_output_tokens(self) -> int:
+        """How many tokens the output has."""
+        return self.num_tokens - self.num_prompt_tokens
+
+    @property
+    def max_total_tokens(self) -> int:
+        """Prompt and output at the longest."""
+        return self.num_prompt_tokens + self.max_tokens
+
+    @property
+    def is_prefilling(self) -> bool:
+        """Whether some of the prompt is not computed yet."""
+        return self.num_computed_tokens < self.num_prompt_tokens
+
+    def append(self, token_ids: list[int]) -> None:
+        """Adds output tokens; never beyond `max_tokens`."""
+        end = self.num_tokens + len(token_ids)
+        assert end <= self.max_total_tokens
+        self._tokens[self.num_tokens : end] = token_ids
+        self.num_tokens = end
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenDelta:
+    """What one step gave one request.
+
+    Attributes:
+        request: the request; `request.stats` goes on changing until it is finished.
+        token_ids: the new output tokens, cut at the first stop.
+        finish_reason: set with the last delta.
+    """
+
+    request: Request
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None

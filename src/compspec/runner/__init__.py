@@ -1,0 +1,1 @@
+"""Runs the model: `query_len` rows for each request, in static shapes. Knows nothing of speculation."""

@@ -1,0 +1,60 @@
+"""The static shapes that the model runs in."""
+
+from compspec.batch import Bucket
+from compspec.config import EngineConfig
+from compspec.errors import ConfigError
+
+
+def _batch_sizes(config: EngineConfig) -> list[int]:
+    largest = config.scheduler.max_num_seqs
+    chosen = config.compile.decode_buckets
+    if chosen is None:
+        sizes = {4**power for power in range(16) if 4**power < largest}
+    else:
+        sizes = set(chosen)
+        too_large = sorted(size for size in sizes if size > largest)
+        if too_large:
+            raise ConfigError(
+                f"compile.decode_buckets has {too_large[0]} requests, more than scheduler.max_num_seqs = {largest}"
+            )
+    return sorted(sizes | {largest})
+
+
+class Buckets:
+    """All shapes of one engine, and which of them a step takes.
+
+    Exact numerics have one decode width; a prompt's chunks, the padding of the last one included, are a
+    function of the prompt's length. Fast numerics add a decode shape of one row, and its widest has K + 1.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        """Raises:
+        ConfigError: a bucket larger than `max_num_seqs`.
+        """
+        widths = [config.query_len]
+        if config.numerics.mode == "fast" and config.query_len > 1:
+            widths.insert(0, 1)
+        chunk = config.numerics.prefill_chunk
+        tails = [chunk // 4, chunk] if chunk >= 64 else [chunk]
+        self.decode = [
+            Bucket(num_requests=size, query_len=width, num_logits=width)
+            for size in _batch_sizes(config)
+            for width in widths
+        ]
+        self.prefill = [Bucket(num_requests=1, query_len=length, num_logits=1) for length in tails]
+
+    @property
+    def all(self) -> list[Bucket]:
+        """Every bucket, the largest first: a graph pool grows once."""
+        return sorted(self.decode + self.prefill, key=lambda bucket: -bucket.num_tokens)
+
+    def select(self, num_requests: int, num_rows: int, *, is_prefill: bool) -> Bucket:
+        """The smallest bucket that holds `num_requests` requests of up to `num_rows` rows."""
+        among = self.prefill if is_prefill else self.decode
+        fitting = [b for b in among if b.num_requests >= num_requests and b.query_len >= num_rows]
+        assert fitting, f"no bucket holds {num_requests} requests of {num_rows} rows"
+        return min(fitting, key=lambda bucket: bucket.num_tokens)
+
+    def restrict_decode(self, keep: list[Bucket]) -> None:
+        """Drops the decode buckets that are not in `keep`."""
+        self.decode = [bucket for bucket in self.decode if bucket in keep]

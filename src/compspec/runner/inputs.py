@@ -1,0 +1,96 @@
+"""From token lists to the padded tensors of a bucket.
+
+Legend: R requests of the bucket, Q query rows, T = R * Q, B blocks per request, M scored rows.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from compspec.batch import Bucket
+from compspec.scheduling.block_pool import SCRATCH_BLOCK
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Query:
+    """The rows of one request in one forward.
+
+    Attributes:
+        token_ids: 1 .. Q tokens.
+        start: absolute position of the first.
+        block_ids: the request's blocks, in logical order; they reach at least to the last row.
+    """
+
+    token_ids: Sequence[int]
+    start: int
+    block_ids: Sequence[int]
+
+
+class InputBuffers:
+    """Persistent inputs of one bucket; filled on the host, copied to the device, valid until the next fill.
+
+    Rows beyond a request's tokens repeat its last position and write to the scratch block; requests
+    beyond the batch have one token in the scratch block. Neither is read by a real row.
+    """
+
+    def __init__(self, bucket: Bucket, block_size: int, max_blocks: int, device: torch.device) -> None:
+        self.bucket = bucket
+        self._block_size = block_size
+        requests, rows = bucket.num_requests, bucket.query_len
+        self._token_ids = np.zeros((requests, rows), dtype=np.int64)
+        self._positions = np.zeros((requests, rows), dtype=np.int64)
+        self._slots = np.zeros((requests, rows), dtype=np.int64)
+        self._seq_lens = np.ones(requests, dtype=np.int32)
+        self._table = np.full((requests, max_blocks), SCRATCH_BLOCK, dtype=np.int32)
+        self._scored = np.zeros((requests, bucket.num_logits), dtype=np.int64)
+        self._scored[:] = np.arange(requests)[:, None] * rows + np.arange(bucket.num_logits)
+        host = (self._token_ids, self._positions, self._slots, self._table, self._seq_lens, self._scored)
+        self._host = tuple(torch.from_numpy(array) for array in host)
+        on_cpu = device.type == "cpu"
+        self._device = self._host if on_cpu else tuple(tensor.to(device) for tensor in self._host)
+
+    def fill(self, queries: Sequence[Query]) -> tuple[Tensor, ...]:
+        """Loads a batch.
+
+        Returns:
+            input_ids [1, T], positions [1, T], slot_mapping [T], block_table [R, B], seq_lens [R],
+            logits_to_keep [M]: the arguments of `ModelAdapter.forward`.
+        """
+        assert len(queries) <= self.bucket.num_requests
+        for row, query in enumerate(queries):
+            self._fill_request(row, query)
+        for row in range(len(queries), self.bucket.num_requests):
+            self._token_ids[row] = 0
+            self._positions[row] = 0
+            self._slots[row] = SCRATCH_BLOCK * self._block_size
+            self._seq_lens[row] = 1
+            self._table[row] = SCRATCH_BLOCK
+        if self._device is not self._host:
+            for source, target in zip(self._host, self._device, strict=True):
+                target.copy_(source)
+        ids, positions, slots, table, seq_lens, scored = self._device
+        return ids.view(1, -1), positions.view(1, -1), slots.view(-1), table, seq_lens, scored.view(-1)
+
+    def _fill_request(self, row: int, query: Query) -> None:
+        count = len(query.token_ids)
+        assert 1 <= count <= self.bucket.query_len
+        last = query.start + count - 1
+        positions = np.arange(query.start, last + 1)
+        num_blocks = last // self._block_size + 1
+        assert num_blocks <= len(query.block_ids), "rows beyond the request's blocks"
+        self._token_ids[row, :count] = query.token_ids
+        self._token_ids[row, count:] = 0
+        self._positions[row, :count] = positions
+        self._positions[row, count:] = last
+        blocks = np.asarray(query.block_ids[:num_blocks], dtype=np.int32)
+        self._slots[row, :count] = blocks[positions // self._block_size].astype(np.int64) * self._block_size
+        self._slots[row, :count] += positions % self._block_size
+        self._slots[row, count:] = SCRATCH_BLOCK * self._block_size
+        self._seq_lens[row] = last + 1
+        self._table[row, :num_blocks] = blocks
+        self._table[row, num_blocks:] = SCRATCH_BLOCK
+        if not self.bucket.is_decode:
+            self._scored[row, 0] = row * self.bucket.query_len + count - 1

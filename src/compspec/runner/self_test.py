@@ -1,0 +1,167 @@
+"""Proves on the loaded model, at the shapes in use, that a row depends on nothing but its own request.
+
+Exact numerics rest on two facts about kernels that no specification promises: within one shape a row's bits
+depend neither on its place nor on its neighbours, and some shapes agree with each other bit for bit.
+Both are measured here with the compiled steps that will serve requests.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from compspec.batch import Bucket
+from compspec.runner.inputs import Query
+from compspec.runner.model_runner import ModelRunner
+
+logger = logging.getLogger(__name__)
+
+_VERSION = 1
+_CONTEXTS = (21, 530)  # one inside the first run of keys that a kernel takes at once, one beyond it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SelfTestResult:
+    """What the self-test found.
+
+    Attributes:
+        equal: decode buckets in which a row is independent and whose bits agree with the largest bucket's.
+        different: decode buckets that are independent but have other bits; exact numerics does not use them.
+        dependent: buckets in which a row's bits change with its place or its neighbours: a broken promise.
+    """
+
+    equal: tuple[Bucket, ...]
+    different: tuple[Bucket, ...]
+    dependent: tuple[Bucket, ...]
+
+
+def run_self_test(runner: ModelRunner) -> SelfTestResult:
+    """Measures every decode bucket; a few forwards each. Uses KV blocks, so no request may be running."""
+    reference: dict[int, Tensor] = {}
+    equal, different, dependent = [], [], []
+    for bucket in sorted(runner.buckets.decode, key=lambda b: -b.num_tokens):
+        agrees = independent = True
+        for context in _contexts(runner, bucket):
+            probe = _Probe(runner, bucket, context)
+            one_by_one = probe.one_by_one()
+            independent &= all(torch.equal(rows, one_by_one) for rows in probe.variations())
+            agrees &= torch.equal(one_by_one, reference.setdefault(context, one_by_one))
+        (dependent if not independent else equal if agrees else different).append(bucket)
+    return SelfTestResult(equal=tuple(equal), different=tuple(different), dependent=tuple(dependent))
+
+
+def _contexts(runner: ModelRunner, bucket: Bucket) -> list[int]:
+    """Context lengths at which probe and neighbours fit the cache and the block tables."""
+    usable = min((runner.num_blocks - 1) // 2, runner.max_blocks) * runner.block_size
+    fitting = [context for context in _CONTEXTS if context + 2 * bucket.query_len <= usable]
+    return fitting or [0]
+
+
+class _Probe:
+    """Decodes the same few tokens of one request in many ways; the logits must never change."""
+
+    def __init__(self, runner: ModelRunner, bucket: Bucket, context: int) -> None:
+        self._runner = runner
+        self._bucket = bucket
+        self._width = bucket.query_len
+        self._context = context
+        generator = torch.Generator().manual_seed(20_24)
+        vocab_size = runner.adapter.vocab_size
+        length = context + 2 * self._width
+        self._tokens = torch.randint(0, vocab_size, (length,), generator=generator).tolist()
+        self._other = torch.randint(0, vocab_size, (length,), generator=generator).tolist()
+        half = (runner.num_blocks - 1) // 2
+        self._blocks = list(range(1, half + 1))
+        self._other_blocks = list(range(half + 1, 2 * half + 1))
+        self._fill(self._tokens, self._blocks)
+
+    def one_by_one(self) -> Tensor:
+        """Plain decoding: one real row per step, alone. [W, V]"""
+        return torch.cat([self._rows(self._context + row, 1) for row in range(self._width)])
+
+    def variations(self) -> list[Tensor]:
+        """The same rows in windows of several sizes, at other places, beside other requests; each [W, V]."""
+        found = [self._windows(stride) for stride in sorted({self._width, self._width // 2, 3} - {0})]
+        place = self._bucket.num_requests - 1
+        if place:
+            found.append(self._windows(self._width, place=place))
+            found.append(self._windows(max(1, self._width // 2), place=place // 2, alone=True))
+        return found
+
+    def _windows(self, stride: int, place: int = 0, alone: bool = False) -> Tensor:
+        parts = []
+        for first in range(0, self._width, stride):
+            count = min(stride, self._width - first)
+            parts.append(self._rows(self._context + first, count, place, beside=not alone))
+        return torch.cat(parts)
+
+    def _rows(self, start: int, count: int, place: int = 0, beside: bool = False) -> Tensor:
+        """Logits [count, V] of our request at `place`, real neighbours elsewhere if `beside`."""
+        ours = Query(token_ids=self._tokens[start : start + count], start=start, block_ids=self._blocks)
+        queries = [self._neighbour(index) for index in range(self._bucket.num_requests if beside else place)]
+        queries[place : place + 1] = [ours]
+        logits = self._runner.run(self._bucket, queries)
+        return logits[place, :count].clone()
+
+    def _neighbour(self, index: int) -> Query:
+        """Another request: other tokens, length and row count; all of them share blocks, which is harmless."""
+        count = index % self._width + 1
+        start = self._context * (index % 2)
+        return Query(token_ids=self._other[start : start + count], start=start, block_ids=self._other_blocks)
+
+    def _fill(self, tokens: Sequence[int], blocks: Sequence[int]) -> None:
+        for start in range(0, self._context, self._width):
+            part = tokens[start : min(start + self._width, self._context)]
+            self._runner.run(self._bucket, [Query(token_ids=part, start=start, block_ids=blocks)])
+
+
+def cached_self_test(runner: ModelRunner, key_parts: Sequence[str], folder: Path) -> SelfTestResult:
+    """Runs the self-test, or reads what an earlier run found for the same model, versions and machine."""
+    buckets = runner.buckets.decode
+    parts = [
+        str(_VERSION),
+        torch.__version__,
+        *_machine(runner.adapter.device),
+        *key_parts,
+        *map(str, buckets),
+    ]
+    path = folder / f"{hashlib.sha256('|'.join(parts).encode()).hexdigest()[:32]}.json"
+    by_name = {str(bucket): bucket for bucket in buckets}
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        return SelfTestResult(**{name: tuple(by_name[text] for text in texts) for name, texts in stored.items()})
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        logger.warning("ignoring unreadable self-test result %s: %s", path, error)
+    result = run_self_test(runner)
+    found = {name: [str(b) for b in getattr(result, name)] for name in ("equal", "different", "dependent")}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(f".{os.getpid()}.tmp")
+        partial.write_text(json.dumps(found), encoding="utf-8")
+        os.replace(partial, path)
+    except OSError as error:
+        logger.warning("cannot store the self-test result in %s: %s", folder, error)
+    return result
+
+
+def _machine(device: torch.device) -> list[str]:
+    """What decides which kernels run."""
+    if device.type == "cuda":
+        return [torch.cuda.get_device_name(device), str(torch.version.cuda)]
+    model = platform.processor() or platform.machine()
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        model = next((line for line in lines if line.startswith("model name")), model)
+        model += next((line for line in lines if line.startswith("flags")), "")
+    except OSError:
+        pass
+    return [model, torch.backends.cpu.get_cpu_capability(), str(torch.get_num_threads())]

@@ -1,0 +1,1 @@
+"""From logits to tokens: parameters, per-slot metadata, transforms, noise, sampler and verifier."""

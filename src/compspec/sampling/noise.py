@@ -1,0 +1,94 @@
+"""Gumbel noise that is a pure function of (seed, position, token id).
+
+Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) in int64 arithmetic, then
+-log(-log(u)) from multiplications and additions of float64 alone. Each of these is rounded correctly by every
+device and by scalar and vector code alike, so the bits do not depend on where a row stands, on the number
+of threads or on the device; a library `log` gives no such promise.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+_MASK = 0xFFFFFFFF
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_ROUNDS = 10
+
+_LOG_TABLE_BITS = 7
+_MANTISSA_MASK = (1 << 52) - 1
+_ONE_BITS = 1023 << 52
+
+
+def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+    """Philox4x32-10.
+
+    Args:
+        counter, key: int64 tensors that broadcast together, each value in [0, 2**32).
+
+    Returns:
+        Four int64 tensors of random words in [0, 2**32).
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(_ROUNDS):
+        # The signed product wraps, its bits are those of the unsigned one.
+        product0 = c0 * _MULTIPLIERS[0]
+        product1 = c2 * _MULTIPLIERS[1]
+        c0, c1, c2, c3 = (
+            ((product1 >> 32) & _MASK) ^ c1 ^ k0,
+            product1 & _MASK,
+            ((product0 >> 32) & _MASK) ^ c3 ^ k1,
+            product0 & _MASK,
+        )
+        k0 = (k0 + _WEYL[0]) & _MASK
+        k1 = (k1 + _WEYL[1]) & _MASK
+    return c0, c1, c2, c3
+
+
+class GumbelNoise:
+    """Standard Gumbel noise for every token of the vocabulary, one row per sampled position.
+
+    Args:
+        vocab_size: V.
+        device: where the noise is made.
+    """
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self.vocab_size = vocab_size
+        num_groups = -(-vocab_size // 4)
+        self._token_group = torch.arange(num_groups, dtype=torch.int64, device=device)
+        inverses = [2.0 / (2.0 + (2 * index + 1) / (1 << _LOG_TABLE_BITS)) for index in range(1 << _LOG_TABLE_BITS)]
+        self._inverse = torch.tensor(inverses, dtype=torch.float64, device=device)
+        self._log = torch.tensor([-math.log(value) for value in inverses], dtype=torch.float64, device=device)
+
+    def __call__(self, seeds: Tensor, positions: Tensor) -> Tensor:
+        """Draws the noise.
+
+        Args:
+            seeds: [N] int64, >= 0.
+            positions: [N] int64, the absolute position of the token each row samples.
+
+        Returns:
+            [N, V] float32.
+        """
+        position = positions[:, None]
+        zero = torch.zeros_like(position)
+        key = ((seeds & _MASK)[:, None], (seeds >> 32)[:, None])
+        words = philox((self._token_group, position, zero, zero), key)
+        uniform = torch.stack(words, dim=-1).flatten(-2)[:, : self.vocab_size]
+        # u = (2 r + 1) / 2**33 lies strictly inside (0, 1).
+        exponential = 33.0 * math.log(2.0) - self._logarithm((2 * uniform + 1).to(torch.float64))
+        return -self._logarithm(exponential).to(torch.float32)
+
+    def _logarithm(self, x: Tensor) -> Tensor:
+        """Natural logarithm of positive normal float64, good to about 1e-15."""
+        bits = x.view(torch.int64)
+        exponent = ((bits >> 52) - 1023).to(torch.float64)
+        index = (bits >> (52 - _LOG_TABLE_BITS)) & ((1 << _LOG_TABLE_BITS) - 1)
+        mantissa = ((bits & _MANTISSA_MASK) | _ONE_BITS).view(torch.float64)
+        # mantissa = (1 + r) / inverse with |r| <= 2**-8: the series of log(1 + r) ends after six terms.
+        r = mantissa * self._inverse[index] - 1.0
+        series = r * (1.0 - r * (1 / 2 - r * (1 / 3 - r * (1 / 4 - r * (1 / 5 - r * (1 / 6))))))
+        return exponent * math.log(2.0) + (self._log[index] + series)

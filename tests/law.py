@@ -1,0 +1,110 @@
+"""Running the same requests with and without speculation, and proposers that try to break the law."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from compspec.batch import Batch, DraftTokens, StepOutput
+from compspec.config import make_config
+from compspec.engine import Engine
+from compspec.request import Request
+from compspec.sampling.params import SamplingParams
+
+VOCAB = 128
+
+
+def make_engine(folder: Path | str, proposer: Any = None, **overrides: Any) -> Engine:
+    """An eager engine over a tiny model; `overrides` are dotted configuration keys with `__` for the dot."""
+    settings: dict[str, Any] = {
+        "model.source": str(folder),
+        "model.device": "cpu",
+        "compile.mode": "none",
+        "scheduler.max_num_seqs": 4,
+        "numerics.prefill_chunk": 32,
+        "speculative.method": "none" if proposer is None else "ngram",
+    }
+    settings.update({name.replace("__", "."): value for name, value in overrides.items()})
+    return Engine(make_config({}, settings), proposer=proposer)
+
+
+def run(engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]) -> list[Request]:
+    """Runs all prompts together and returns their finished requests."""
+    each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+    requests = [engine.add_request(prompt, one) for prompt, one in zip(prompts, each, strict=True)]
+    while engine.has_work:
+        engine.step()
+    assert engine.pool.num_free == engine.pool.num_usable, "blocks leaked"
+    return requests
+
+
+def outputs(requests: Sequence[Request]) -> list[tuple[list[int], str]]:
+    """What the law is about: tokens and why they ended."""
+    return [(request.output_token_ids, str(request.finish_reason)) for request in requests]
+
+
+def make_prompts(count: int, seed: int = 0, longest: int = 90) -> list[list[int]]:
+    """Prompts of mixed lengths, one token and one whole chunk among them, with repetition inside."""
+    rng = np.random.default_rng(seed)
+    lengths = [1, 32, 33, *rng.integers(2, longest, count)][:count]
+    prompts = []
+    for length in lengths:
+        phrase = rng.integers(3, VOCAB, max(1, int(length) // 3))
+        prompts.append(np.resize(phrase, int(length)).tolist())
+    return prompts
+
+
+class Scripted:
+    """A proposer whose drafts come from a function of (request, how many are allowed)."""
+
+    def __init__(self, draft: Callable[[Request, int], list[int]], num_draft_tokens: int) -> None:
+        self._draft = draft
+        self._num_draft_tokens = num_draft_tokens
+
+    def propose(self, batch: Batch) -> DraftTokens:
+        drafts = [self._draft(entry.request, entry.max_draft_tokens) for entry in batch.scheduled]
+        return DraftTokens.from_lists(drafts, self._num_draft_tokens)
+
+    def observe(self, batch: Batch, output: StepOutput) -> None:
+        pass
+
+
+def oracle(truth: dict[tuple[int, ...], list[int]]) -> Callable[[Request, int], list[int]]:
+    """Knows the whole output of each prompt."""
+
+    def draft(request: Request, most: int) -> list[int]:
+        known = truth[tuple(request.token_ids[: request.num_prompt_tokens].tolist())]
+        return known[request.num_output_tokens : request.num_output_tokens + most]
+
+    return draft
+
+
+def wrong(truth: dict[tuple[int, ...], list[int]]) -> Callable[[Request, int], list[int]]:
+    """Knows the output and always drafts something else."""
+    right = oracle(truth)
+    return lambda request, most: [(token + 1) % VOCAB for token in right(request, most)]
+
+
+def guess(seed: int) -> Callable[[Request, int], list[int]]:
+    """Random tokens."""
+    rng = np.random.default_rng(seed)
+    return lambda request, most: rng.integers(0, VOCAB, most).tolist()
+
+
+def ragged(truth: dict[tuple[int, ...], list[int]], seed: int) -> Callable[[Request, int], list[int]]:
+    """A right beginning of random length and then random tokens, again of random length."""
+    rng = np.random.default_rng(seed)
+    right = oracle(truth)
+
+    def draft(request: Request, most: int) -> list[int]:
+        good = right(request, int(rng.integers(0, most + 1)))
+        more = int(rng.integers(0, most - len(good) + 1))
+        return good + rng.integers(0, VOCAB, more).tolist()
+
+    return draft
+
+
+def empty(request: Request, most: int) -> list[int]:
+    """Drafts nothing."""
+    return []
