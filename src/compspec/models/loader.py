@@ -124,7 +124,8 @@ def _config(folder: Path, section: ModelSection) -> Any:
             ) from None
         if kind is None or kind not in transformers.CONFIG_MAPPING:
             raise UnsupportedError(
-                f"model '{section.source}' has model type '{kind}', which transformers {transformers.__version__} does not know"
+                f"model '{section.source}' has model type '{kind}', "
+                f"which transformers {transformers.__version__} does not know"
             ) from None
         raise ModelError(f"cannot read the config of model '{section.source}': {one_line(error)}") from error
 
@@ -143,14 +144,14 @@ def _dtype(config: Any, name: str) -> torch.dtype:
 def _max_model_len(config: Any, asked: int | None) -> int:
     """The length asked for, checked against what the model was made for."""
     text = config.get_text_config(decoder=True)
-    made_for = getattr(text, "max_position_embeddings", None)
-    if made_for is None and asked is None:
+    made_for: int | None = getattr(text, "max_position_embeddings", None)
+    length = asked or made_for
+    if length is None:
         raise ConfigError(f"{architecture_name(config)} states no maximal length; set model.max_model_len")
-    if made_for is not None and asked is not None and asked > made_for:
+    if made_for is not None and length > made_for:
         raise ConfigError(
             f"model.max_model_len is {asked}, but {architecture_name(config)} was made for {made_for} tokens"
         )
-    length = int(asked if asked is not None else made_for)
     limit, kind = rope_limit(text)
     if limit is not None and length > limit:
         raise UnsupportedError(
@@ -228,7 +229,8 @@ def _weights(folder: Path, config: Any, dtype: torch.dtype, device: torch.device
         if names:
             shown = sorted(name if isinstance(name, str) else name[0] for name in names)
             raise ModelError(
-                f"the checkpoint of model '{section.source}' {problem} {len(shown)} of its weights: {', '.join(shown[:3])}"
+                f"the checkpoint of model '{section.source}' {problem} {len(shown)} of its weights: "
+                + ", ".join(shown[:3])
             )
     assert isinstance(module, nn.Module)
     return module.eval().requires_grad_(False)

@@ -98,7 +98,8 @@ class _Probe:
             )
         if {query.dtype, key.dtype, value.dtype} != {self.dtype}:
             raise UnsupportedError(
-                f"its query, key and value are {query.dtype}, {key.dtype} and {value.dtype} where the model is {self.dtype}"
+                f"its query, key and value are {query.dtype}, {key.dtype} and {value.dtype} "
+                f"where the model is {self.dtype}"
             )
         if query.shape[1] % key.shape[1]:
             raise UnsupportedError(f"its {query.shape[1]} query heads do not divide into {key.shape[1]} KV heads")
@@ -161,7 +162,9 @@ def check_model(module: nn.Module, dtype: torch.dtype, device: torch.device) -> 
 def _check(module: Any, dtype: torch.dtype, device: torch.device) -> CheckResult:
     config = text_config(module)
     if not module._can_set_attn_implementation():
-        raise UnsupportedError("its attention is not built on transformers' attention interface, so it cannot be replaced")
+        raise UnsupportedError(
+            "its attention is not built on transformers' attention interface, so it cannot be replaced"
+        )
     sequences = _sequences(config.vocab_size, device)
     packed, layers = _packed_logits(module, sequences, dtype)
     _check_layers(layers, config)

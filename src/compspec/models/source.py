@@ -34,11 +34,9 @@ def resolve_source(source: str, *, revision: str | None = None, trust_remote_cod
         ModelError: nothing is there, or the weights are neither safetensors nor GGUF.
         ConfigError: `revision` with a source that is not a hub id.
     """
-    if source.startswith(PACKAGE_PREFIX):
-        path = _in_package(source)
-    else:
-        path = Path(source).expanduser()
-    local = source.startswith(PACKAGE_PREFIX) or path.exists()
+    packaged = source.startswith(PACKAGE_PREFIX)
+    path = _in_package(source) if packaged else Path(source).expanduser()
+    local = packaged or path.exists()
     if local and revision is not None:
         raise ConfigError(f"model.revision is '{revision}', but '{source}' is not a hub id; remove model.revision")
     if path.is_file():

@@ -44,7 +44,9 @@ def _refusal(config: Any) -> str | None:
 def _layer_refusal(text: Any) -> str | None:
     others = sorted(set(getattr(text, "layer_types", None) or ()) - _ATTENTION_LAYERS)
     if others:
-        return f"it has layers other than full and sliding attention ({', '.join(others)}), which compspec does not implement"
+        return (
+            f"its layers are not all full or sliding attention ({', '.join(others)}), which is all that compspec runs"
+        )
     if getattr(text, "attention_chunk_size", None):
         return "its attention is chunked (attention_chunk_size)"
     return None

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.tiny_models import tiny_model_folder
 
 from compspec.attention import backend
 from compspec.attention.sdpa import SdpaBackend
 from compspec.config import ModelSection
 from compspec.models import LoadedModel, load_model
+from tests.tiny_models import tiny_model_folder
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -22,7 +22,9 @@ class PagedRun:
             [
                 # NaN where nothing was written: a stale slot that is read shows.
                 torch.full(
-                    (num_blocks * BLOCK_SIZE, layer.spec.num_kv_heads, layer.spec.head_dim), float("nan"), dtype=adapter.dtype
+                    (num_blocks * BLOCK_SIZE, layer.spec.num_kv_heads, layer.spec.head_dim),
+                    float("nan"),
+                    dtype=adapter.dtype,
                 )
                 for layer in adapter.layers
             ]

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.unit.models.paged import PagedRun
-from tests.tiny_models import FAMILIES, tiny_model_folder
 from transformers import AutoModelForCausalLM
 
 from compspec.models.quiet import quiet_transformers
+from tests.tiny_models import FAMILIES, tiny_model_folder
+from tests.unit.models.paged import PagedRun
 
 _LENGTHS = (43, 38)
 

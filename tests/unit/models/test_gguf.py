@@ -100,7 +100,7 @@ class TestDamagedFiles:
 
     def test_a_cache_folder_that_cannot_be_written_is_named(self, tiny, tmp_path):
         (tmp_path / "file").touch()
-        with pytest.raises(ModelError, match="cannot write converted weights below .*cache_dir"):
+        with pytest.raises(ModelError, match=r"cannot write converted weights below .*cache_dir"):
             convert_gguf(tiny, None, tmp_path / "file")
 
 
@@ -114,7 +114,7 @@ class TestInterruption:
 
         with monkeypatch.context() as patch:
             patch.setattr(LlamaForCausalLM, "save_pretrained", full_disk)
-            with pytest.raises(CompspecError, match="No space left"):
+            with pytest.raises(CompspecError, match=r"No space left"):
                 convert_gguf(tiny, None, tmp_path)
         assert folders(tmp_path) == []
         assert (convert_gguf(tiny, None, tmp_path) / "model.safetensors").is_file()

@@ -1,14 +1,13 @@
 """What cannot run is refused at load, with the reason."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.tiny_models import tiny_model_folder
 from transformers import AttentionInterface
 
 from compspec.errors import ConfigError, ModelError, UnsupportedError
+from tests.tiny_models import tiny_model_folder
 
 _REASONS = {
     "bloom": "BloomForCausalLM .* attention is not built on transformers' attention interface",
@@ -36,7 +35,7 @@ def test_encoder_decoder_models_are_refused(tmp_path, load):
 
     config = T5Config(vocab_size=32, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
     T5ForConditionalGeneration(config).save_pretrained(tmp_path / "t5")
-    with pytest.raises(UnsupportedError, match="encoder-decoder"):
+    with pytest.raises(UnsupportedError, match=r"encoder-decoder"):
         load(tmp_path / "t5")
 
 
@@ -49,13 +48,13 @@ def test_multimodal_models_are_refused(llama, load, edit_config):
 def test_an_encoder_checkpoint_is_refused(tmp_path, load, edit_config):
     folder = tiny_model_folder("llama", tmp_path)
     edit_config(folder, architectures=["LlamaForSequenceClassification"])
-    with pytest.raises(UnsupportedError, match="LlamaForSequenceClassification .* no causal language model"):
+    with pytest.raises(UnsupportedError, match=r"LlamaForSequenceClassification .* no causal language model"):
         load(folder)
 
 
 def test_an_unknown_model_type_is_refused(llama, load, edit_config):
     edit_config(llama, model_type="llama99")
-    with pytest.raises(UnsupportedError, match="'llama99', which transformers .* does not know"):
+    with pytest.raises(UnsupportedError, match=r"'llama99', which transformers .* does not know"):
         load(llama)
 
 
@@ -91,7 +90,7 @@ class TestLength:
         assert load(llama, max_model_len=100).adapter.max_model_len == 100
 
     def test_a_longer_one_is_refused_with_both_numbers(self, llama, load):
-        with pytest.raises(ConfigError, match="300.*256"):
+        with pytest.raises(ConfigError, match=r"300.*256"):
             load(llama, max_model_len=300)
 
 
@@ -137,7 +136,7 @@ class TestSelfCheck:
             return right(self, *args[:-3], 3.0, *args[-2:])
 
         monkeypatch.setattr(SdpaBackend, "paged_attention", no_scale)
-        with pytest.raises(UnsupportedError, match="LlamaForCausalLM .* computes something else"):
+        with pytest.raises(UnsupportedError, match=r"LlamaForCausalLM .* computes something else"):
             load(llama)
 
     def test_sequences_that_mix_are_refused(self, llama, load, monkeypatch):
@@ -149,7 +148,7 @@ class TestSelfCheck:
             return right(self, q, k, v, table[:1].expand_as(table), *rest)
 
         monkeypatch.setattr(SdpaBackend, "paged_attention", first_table)
-        with pytest.raises(UnsupportedError, match="packed into one forward change each other"):
+        with pytest.raises(UnsupportedError, match=r"packed into one forward change each other"):
             load(llama)
 
     def test_a_layer_that_skips_our_function_is_counted(self, llama, load, monkeypatch):
@@ -161,14 +160,14 @@ class TestSelfCheck:
             return (hidden_states, None) if self.layer_idx == 1 else right(self, hidden_states, *args, **options)
 
         monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", skips_second)
-        with pytest.raises(UnsupportedError, match="1 of its 2 layers"):
+        with pytest.raises(UnsupportedError, match=r"1 of its 2 layers"):
             load(llama)
 
     def test_a_window_that_config_and_layer_disagree_on_is_refused(self, tmp_path, load, monkeypatch):
         from compspec.models import self_check
 
         monkeypatch.setattr(self_check, "layer_options", lambda *_: (0.25, 17, 0.0))
-        with pytest.raises(UnsupportedError, match="window of 17 tokens where its config says 16"):
+        with pytest.raises(UnsupportedError, match=r"window of 17 tokens where its config says 16"):
             load(tiny_model_folder("mistral", tmp_path))
 
     def test_logits_that_are_not_finite_are_named(self, llama, load, edit_weights):

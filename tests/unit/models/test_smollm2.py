@@ -30,7 +30,10 @@ def test_smollm2_runs_from_its_package_and_equals_transformers():
     text = tokenizer.apply_chat_template(
         [{"role": "user", "content": "Name three colours."}], tokenize=False, add_generation_prompt=True
     )
-    sequences = [torch.tensor(tokenizer.encode(text)), torch.tensor(tokenizer.encode("The capital of France is Paris."))]
+    sequences = [
+        torch.tensor(tokenizer.encode(text)),
+        torch.tensor(tokenizer.encode("The capital of France is Paris.")),
+    ]
     with quiet_transformers(), torch.no_grad():
         reference = AutoModelForCausalLM.from_pretrained(loaded.folder, attn_implementation="eager").eval()
         expected = [reference(input_ids=ids[None], use_cache=False).logits[0] for ids in sequences]

