@@ -29,7 +29,9 @@ def make_engine(folder: Path | str, proposer: Any = None, **overrides: Any) -> E
     return Engine(make_config({}, settings), proposer=proposer)
 
 
-def run(engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]) -> list[Request]:
+def run(
+    engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
+) -> list[Request]:
     """Runs all prompts together and returns their finished requests."""
     each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
     requests = [engine.add_request(prompt, one) for prompt, one in zip(prompts, each, strict=True)]

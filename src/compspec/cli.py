@@ -73,8 +73,8 @@ def generate(
     from compspec.config import load_config, parse_override
 
     overrides: dict[str, Any] = {}
-    for text in set_ or []:
-        overrides |= {".".join(path): value for path, value in _leaves(parse_override(text))}
+    for override in set_ or []:
+        overrides |= {".".join(path): value for path, value in _leaves(parse_override(override))}
     resolved = load_config(config, overrides)
     if prompt is not None and prompts is not None:
         raise ConfigError("give --prompt or --prompts, not both")
@@ -169,7 +169,8 @@ def _check(llm: "LLM", prompts: "list[Prompt]", params: "list[SamplingParams]", 
     if all(same):
         num_tokens = sum(map(len, plain))
         _err.print(
-            f"[green]checked:[/] {len(same)} of {len(same)} outputs ({num_tokens} tokens) equal those without speculation"
+            f"[green]checked:[/] {len(same)} of {len(same)} outputs ({num_tokens} tokens) "
+            "are equal to those without speculation"
         )
         return
     index = same.index(False)
@@ -177,7 +178,8 @@ def _check(llm: "LLM", prompts: "list[Prompt]", params: "list[SamplingParams]", 
     shorter = min(len(speculative[index]), len(plain[index]))
     position = next((at for at, (a, b) in enumerate(pairs) if a != b), shorter)
     _err.print(
-        f"[bold red]different:[/] {sum(same)} of {len(same)} outputs are equal; prompt {index} differs first at token {position}"
+        f"[bold red]different:[/] {sum(same)} of {len(same)} outputs are equal; "
+        f"prompt {index} differs first at token {position}"
     )
     raise typer.Exit(EXIT_DIFFERENT)
 

@@ -12,9 +12,9 @@ from compspec.sampling.params import SamplingParams, describe_validation_error
 
 
 class Section(BaseModel):
-    """A part of the configuration: frozen, unknown keys refused, NaN refused."""
+    """A part of the configuration: frozen, unknown keys refused, NaN refused, `true` and "8" are no numbers."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class ModelSection(Section):
@@ -39,7 +39,7 @@ class ModelSection(Section):
 class SpeculativeSection(BaseModel):
     """Who drafts, and how much. Options of the method stand beside these; the method validates them."""
 
-    model_config = ConfigDict(frozen=True, extra="allow", allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="allow", strict=True, allow_inf_nan=False)
 
     method: str = Field("none", description="a file name in compspec/proposers: none, ngram, ...")
     num_draft_tokens: Annotated[int, Field(ge=1)] = 5
@@ -86,6 +86,11 @@ class CompileSection(Section):
         description="batch sizes (requests) that get a graph; max_num_seqs is always one; default: 1, 4, 16, ...",
     )
 
+    @field_validator("decode_buckets", mode="before")
+    @classmethod
+    def _list_as_tuple(cls, value: Any) -> Any:
+        return tuple(value) if isinstance(value, list) else value
+
 
 class NumericsSection(Section):
     """What the outputs may depend on."""
@@ -127,7 +132,7 @@ class EngineConfig(Section):
     @field_validator("numerics", mode="before")
     @classmethod
     def _numerics_shorthand(cls, value: Any) -> Any:
-        return {"mode": value} if isinstance(value, str) else value
+        return _full_numerics(value)
 
     @model_validator(mode="after")
     def _widths_fit(self) -> "EngineConfig":
@@ -180,15 +185,11 @@ def load_config(path: str | Path, overrides: dict[str, Any] | None = None) -> En
         ConfigError: the file is missing, is not YAML, or holds an unknown key or a wrong value.
     """
     try:
-        with open(path, encoding="utf-8") as file:
-            data = yaml.safe_load(file)
+        text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise ConfigError(f"cannot read configuration file '{path}': {reason}") from None
-    except yaml.YAMLError as error:
-        where = getattr(error, "problem_mark", None)
-        line = f" (line {where.line + 1})" if where is not None else ""
-        raise ConfigError(f"'{path}' is not valid YAML{line}: {getattr(error, 'problem', error)}") from None
+    data = _parse_yaml(text, f"'{path}' is not valid YAML")
     if not isinstance(data, dict):
         raise ConfigError(f"'{path}' must hold a mapping of sections, it holds {type(data).__name__}")
     return make_config(data, overrides)
@@ -216,10 +217,20 @@ def parse_override(text: str) -> dict[str, Any]:
     name, separator, value = text.partition("=")
     if not separator or not name.strip():
         raise ConfigError(f"--set takes section.key=value, given: '{text}'")
+    return _nest({name.strip(): _parse_yaml(value, f"--set {name}: the value is not valid YAML")})
+
+
+def _parse_yaml(text: str, complaint: str) -> Any:
+    """Reads YAML; whatever is wrong with it becomes a ConfigError of one line."""
     try:
-        return _nest({name.strip(): yaml.safe_load(value)})
-    except yaml.YAMLError:
-        raise ConfigError(f"--set {name}: the value is not valid YAML: '{value}'") from None
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        where = getattr(error, "problem_mark", None)
+        line = f" (line {where.line + 1})" if where is not None else ""
+        problem = getattr(error, "problem", None) or str(error).partition("\n")[0]
+        raise ConfigError(f"{complaint}{line}: {problem}") from None
+    except (ValueError, RecursionError) as error:  # a date that is none, nesting without end
+        raise ConfigError(f"{complaint}: {error}") from None
 
 
 def _nest(flat: dict[str, Any]) -> dict[str, Any]:
@@ -239,10 +250,15 @@ def _merge(base: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
     merged = dict(base)
     for name, value in extra.items():
         old = merged.get(name)
-        if name == "numerics" and isinstance(old, str):
-            old = {"mode": old}
+        if name == "numerics":
+            old, value = _full_numerics(old), _full_numerics(value)
         merged[name] = _merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
     return merged
+
+
+def _full_numerics(value: Any) -> Any:
+    """The shorthand `numerics: fast` as a mapping, so that it merges with the section's other keys."""
+    return {"mode": value} if isinstance(value, str) else value
 
 
 def _describe(error: ValidationError) -> str:
@@ -253,7 +269,7 @@ def _describe(error: ValidationError) -> str:
         return str(first["msg"]).removeprefix("Value error, ")
     section: Any = EngineConfig
     for part in first["loc"][:-1]:
-        field = section.model_fields.get(part) if isinstance(section, type) else None
-        section = field.annotation if field is not None else None
-    valid = list(section.model_fields) if isinstance(section, type) and issubclass(section, BaseModel) else []
+        fields: dict[str, Any] = getattr(section, "model_fields", {})
+        section = fields[str(part)].annotation if part in fields else None
+    valid = list(getattr(section, "model_fields", {}))
     return describe_validation_error(error, valid, "configuration key")

@@ -250,5 +250,6 @@ class Engine:
         self.runner.buckets.restrict_decode([*result.equal, *result.dependent] or list(result.different))
 
     def _warm_up_noise(self) -> None:
-        zeros = torch.zeros(NOISE_ROWS, dtype=torch.int64, device=self.loaded.adapter.device)
-        self._noise(zeros, zeros)
+        # Two tensors: one given twice would be a graph of its own.
+        seeds, positions = torch.zeros(2, NOISE_ROWS, dtype=torch.int64, device=self.loaded.adapter.device)
+        self._noise(seeds.clone(), positions.clone())

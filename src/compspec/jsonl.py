@@ -2,7 +2,9 @@
 
 import json
 import os
+import stat
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -71,6 +73,8 @@ def _prompt_line(raw: str, number: int, path: Path) -> PromptLine:
         data = json.loads(raw)
     except ValueError:
         raise RequestError(f"{where} is not valid JSON") from None
+    except RecursionError:
+        raise RequestError(f"{where} is nested too deep") from None
     if not isinstance(data, dict):
         raise RequestError(f"{where} must be a JSON object")
     unknown = [key for key in data if key not in _KEYS]
@@ -91,8 +95,11 @@ def _prompt_line(raw: str, number: int, path: Path) -> PromptLine:
     token_ids = data.get("prompt_token_ids")
     if token_ids is not None and not all(type(token) is int for token in token_ids):
         raise RequestError(f"{where}: prompt_token_ids must be integers")
+    identity = data.get("id", number)
+    if not isinstance(identity, str) and type(identity) is not int:
+        raise RequestError(f"{where}: id must be text or an integer")
     return PromptLine(
-        id=str(data.get("id", number)),
+        id=str(identity),
         prompt=data.get("prompt"),
         messages=data.get("messages"),
         prompt_token_ids=token_ids,
@@ -114,9 +121,14 @@ class ResultFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.finished: set[str] = set()
         try:
-            self._file = open(path, "a+b")  # noqa: SIM115  # closed by close()
-            self.finished = self._recover()
+            # Unbuffered: a failed write leaves nothing behind that a later one could bring into the file.
+            self._file = open(path, "ab", buffering=0)  # noqa: SIM115  # closed by close()
+            # A pipe or a device holds no earlier results, and reading one may never end.
+            self._is_regular = stat.S_ISREG(os.fstat(self._file.fileno()).st_mode)
+            if self._is_regular:
+                self._recover()
         except OSError as error:
             raise OutputError(f"cannot write output file '{path}': {error.strerror}") from None
 
@@ -126,12 +138,15 @@ class ResultFile:
         Raises:
             OutputError: the disk is full or failed. The line is not there, all earlier ones are.
         """
-        end = self._file.seek(0, os.SEEK_END)
+        line = memoryview(json.dumps(record, ensure_ascii=False).encode(errors="backslashreplace") + b"\n")
+        end = os.fstat(self._file.fileno()).st_size
         try:
-            self._file.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
-            self._file.flush()
+            while line:
+                line = line[self._file.write(line) :]
         except OSError as error:
-            self._discard_after(end)
+            if self._is_regular:
+                with suppress(OSError):  # then the next start cuts the line off
+                    os.ftruncate(self._file.fileno(), end)
             raise OutputError(
                 f"cannot write to output file '{self.path}': {error.strerror}; the {len(self.finished)} results "
                 "finished so far are kept, run the same command again to go on"
@@ -145,32 +160,43 @@ class ResultFile:
         except OSError as error:
             raise OutputError(f"cannot write to output file '{self.path}': {error.strerror}") from None
 
-    def _discard_after(self, end: int) -> None:
-        """Drops what a failed write left in the buffer and in the file."""
-        raw = self._file.raw  # type: ignore[attr-defined]  # a+b is a BufferedRandom
-        try:
-            self._file.detach()
-        except OSError:
-            pass
-        self._file = raw
-        os.ftruncate(raw.fileno(), end)
-
-    def _recover(self) -> set[str]:
-        self._file.seek(0)
-        finished: set[str] = set()
+    def _recover(self) -> None:
+        """Reads what is finished, and cuts off a last line that a kill left incomplete."""
         good = 0
-        for raw in self._file:
-            if not raw.endswith(b"\n"):
-                break
-            try:
-                finished.add(str(json.loads(raw)["id"]))
-            except (ValueError, KeyError, TypeError):
-                raise OutputError(
-                    f"'{self.path}' holds a line that is no result of compspec; choose another output file"
-                ) from None
-            good += len(raw)
-        self._file.truncate(good)
-        return finished
+        with open(self.path, "rb") as file:
+            for raw in file:
+                if not raw.endswith(b"\n"):
+                    if not _may_be_cut_result(raw):
+                        raise self._foreign()
+                    break
+                record = _parse(raw)
+                if not _is_result(record):
+                    raise self._foreign()
+                self.finished.add(str(record["id"]))
+                good += len(raw)
+        os.truncate(self.path, good)
+
+    def _foreign(self) -> OutputError:
+        return OutputError(f"'{self.path}' holds a line that is no result of compspec; choose another output file")
+
+
+def _parse(raw: bytes) -> Any:
+    """The JSON value of a line; None where it is not JSON."""
+    try:
+        return json.loads(raw)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _is_result(record: Any) -> bool:
+    return isinstance(record, dict) and {"id", "token_ids", "finish_reason"} <= record.keys()
+
+
+def _may_be_cut_result(raw: bytes) -> bool:
+    """Whether a line without an end is the beginning of a result, and not something of the user's."""
+    start = b'{"id": '
+    record = _parse(raw)
+    return raw[: len(start)] == start[: len(raw)] and (record is None or _is_result(record))
 
 
 def result_record(line: PromptLine, output: RequestOutput) -> dict[str, Any]:

@@ -42,16 +42,19 @@ _HARMLESS = {
     "max_length_k",
 }
 
-_library = torch.library.Library("compspec", "FRAGMENT")
+# torch.library has no annotations; its untyped calls are confined to this module.
+_library: Any = torch.library.Library("compspec", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(
     "paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor seq_lens, "
     "Tensor query_positions, int block_size, float scale, int window, float softcap) -> Tensor"
 )
 
 
-@torch.library.register_fake("compspec::paged_attention")
 def _paged_attention_fake(q: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(q, memory_format=torch.contiguous_format)
+
+
+torch.library.register_fake("compspec::paged_attention", _paged_attention_fake)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -77,7 +77,8 @@ class SdpaBackend:
                     window,
                     softcap,
                 )
-        return out.reshape(num_requests * rows, *q.shape[2:])
+        # With one request, reshape alone would return a view with other strides than the operator's fake promises.
+        return out.reshape(num_requests * rows, *q.shape[2:]).contiguous()
 
 
 def _attend(

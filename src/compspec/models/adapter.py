@@ -40,7 +40,8 @@ class ModelAdapter:
         vocab_size: V, the width of the logits.
         max_model_len: tokens of prompt and output together.
         layers: its attention layers in the order in which they run.
-        decoder_layer_classes: the classes of its repeated blocks, for compile regions.
+        decoder_layer_classes: the classes of its repeated blocks, for compile regions; those that cannot be
+            one are left out.
         eos_token_ids: token ids that end a text.
         weight_bytes: parameters and buffers, tied ones counted once.
     """
@@ -54,6 +55,7 @@ class ModelAdapter:
         device: torch.device,
         vocab_size: int,
         max_model_len: int,
+        no_region: frozenset[type[nn.Module]] = frozenset(),
     ) -> None:
         self.module = module
         self.config: Any = text_config(module)
@@ -62,7 +64,8 @@ class ModelAdapter:
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self.layers = tuple(layers)
-        self.decoder_layer_classes = decoder_layer_classes(module, [layer.module for layer in self.layers])
+        blocks = decoder_layer_classes(module, [layer.module for layer in self.layers])
+        self.decoder_layer_classes = tuple(kind for kind in blocks if kind not in no_region)
         self.eos_token_ids = eos_token_ids(module)
         self.weight_bytes = weight_bytes(module)
         self._slices_logits = slices_logits(module)

@@ -81,6 +81,7 @@ def load_model(section: ModelSection, cache_path: Path) -> LoadedModel:
         device=device,
         vocab_size=check.vocab_size,
         max_model_len=max_model_len,
+        no_region=check.no_region,
     )
     return LoadedModel(
         adapter=adapter,

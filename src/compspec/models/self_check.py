@@ -8,20 +8,18 @@ implements cannot pass.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from torch.utils._pytree import tree_leaves
 
-from compspec.attention.backend import METADATA_KEYS, LayerSpec, layer_options, unknown_options
-from compspec.attention.sdpa import SdpaBackend
 from compspec.errors import CompspecError, ModelError, UnsupportedError
 from compspec.models.adapter import AttentionLayer, run_module, slices_logits, text_config
+from compspec.models.probe import PROBE_NAME, Probe
 from compspec.models.quiet import one_line, quiet_transformers
 
-PROBE_NAME = "compspec_probe"
 _BLOCK_SIZE = 8
 _LENGTHS = (11, 14)
 # Relative error of a row of logits. Kernels round differently at different shapes; a model that runs
@@ -38,96 +36,13 @@ class CheckResult:
     Attributes:
         layers: in the order in which they ran.
         vocab_size: width of the logits.
+        no_region: classes of blocks that cannot be a compile region, because two of their inputs are views
+            of one tensor (GPT-J's sine and cosine).
     """
 
     layers: tuple[AttentionLayer, ...]
     vocab_size: int
-
-
-@dataclass(slots=True)
-class _Probe:
-    """Stands in for the attention function during one forward."""
-
-    names: dict[int, str]
-    dtype: torch.dtype
-    num_slots: int
-    layers: list[AttentionLayer] = field(default_factory=list)
-
-    def __call__(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Any,
-        **options: Any,
-    ) -> tuple[Tensor, None]:
-        """Same contract as `attention_forward`, with a cache that lives for this call."""
-        if attention_mask is not None:
-            raise UnsupportedError("it gives its attention a mask of its own, which compspec does not implement")
-        spec = self._record(module, query, key, value, options)
-        slots = options["slot_mapping"]
-        # NaN in a slot that nobody wrote shows up in the output if it is ever read.
-        shape = (self.num_slots, spec.num_kv_heads, spec.head_dim)
-        k_cache, v_cache = (torch.full(shape, float("nan"), dtype=key.dtype, device=key.device) for _ in range(2))
-        k_cache.index_copy_(0, slots, key[0].transpose(0, 1))
-        v_cache.index_copy_(0, slots, value[0].transpose(0, 1))
-        out = SdpaBackend().paged_attention(
-            query[0].transpose(0, 1).contiguous(),
-            k_cache,
-            v_cache,
-            options["block_table"],
-            options["seq_lens"],
-            options["query_positions"],
-            options["block_size"],
-            spec.scale,
-            spec.window,
-            spec.softcap,
-        )
-        return out.unsqueeze(0), None
-
-    def _record(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]
-    ) -> LayerSpec:
-        unknown = unknown_options(options)
-        if unknown:
-            raise UnsupportedError(f"its attention needs {', '.join(unknown)}, which compspec does not implement")
-        if key.shape != value.shape or query.shape[-1] != key.shape[-1]:
-            raise UnsupportedError(
-                f"its query, key and value heads differ in size ({query.shape[-1]}, {key.shape[-1]}, {value.shape[-1]})"
-            )
-        if {query.dtype, key.dtype, value.dtype} != {self.dtype}:
-            raise UnsupportedError(
-                f"its query, key and value are {query.dtype}, {key.dtype} and {value.dtype} "
-                f"where the model is {self.dtype}"
-            )
-        if query.shape[1] % key.shape[1]:
-            raise UnsupportedError(f"its {query.shape[1]} query heads do not divide into {key.shape[1]} KV heads")
-        if options.get("is_causal") is False or getattr(module, "is_causal", True) is False:
-            raise UnsupportedError("its attention is not causal")
-        scale, window, softcap = layer_options(module, query, options)
-        spec = LayerSpec(
-            num_heads=query.shape[1],
-            num_kv_heads=key.shape[1],
-            head_dim=query.shape[-1],
-            scale=scale,
-            window=window,
-            softcap=softcap,
-        )
-        self.layers.append(AttentionLayer(name=self.names.get(id(module), ""), module=module, spec=spec))
-        return spec
-
-
-def _probed_attention(*args: Any, **options: Any) -> tuple[Tensor, None]:
-    """The function under `PROBE_NAME`: the probe travels the way that the metadata of a step does."""
-    if not {"compspec_probe", *METADATA_KEYS} <= options.keys():
-        raise UnsupportedError("its layers drop the extra arguments (KV slots, block table) of the attention function")
-    probe = options.pop("compspec_probe")
-    assert isinstance(probe, _Probe)
-    return probe(*args, **options)
-
-
-AttentionInterface.register(PROBE_NAME, _probed_attention)
+    no_region: frozenset[type[nn.Module]]
 
 
 def check_model(module: nn.Module, dtype: torch.dtype, device: torch.device) -> CheckResult:
@@ -145,13 +60,11 @@ def check_model(module: nn.Module, dtype: torch.dtype, device: torch.device) -> 
     try:
         with torch.no_grad():
             return _check(module, dtype, device)
-    except ModelError:
+    except (ModelError, MemoryError, torch.OutOfMemoryError):
         raise
     except UnsupportedError as error:
         raise UnsupportedError(f"{name} is not supported: {error}") from None
     except CompspecError:
-        raise
-    except torch.OutOfMemoryError:
         raise
     except Exception as error:
         raise UnsupportedError(
@@ -166,7 +79,8 @@ def _check(module: Any, dtype: torch.dtype, device: torch.device) -> CheckResult
             "its attention is not built on transformers' attention interface, so it cannot be replaced"
         )
     sequences = _sequences(config.vocab_size, device)
-    packed, layers = _packed_logits(module, sequences, dtype)
+    with _aliased_inputs(module) as no_region:
+        packed, layers = _packed_logits(module, sequences, dtype)
     _check_layers(layers, config)
     with _attention(module, "eager"):
         eager = torch.cat([_eager_logits(module, ids) for ids in sequences])
@@ -185,7 +99,7 @@ def _check(module: Any, dtype: torch.dtype, device: torch.device) -> CheckResult
         if not alone <= tolerance:
             what = "compspec's attention computes something else than its own"
         raise UnsupportedError(f"{what} (logits differ by {error:.2g} of their size)")
-    return CheckResult(layers=tuple(layers), vocab_size=packed.shape[-1])
+    return CheckResult(layers=tuple(layers), vocab_size=packed.shape[-1], no_region=frozenset(no_region))
 
 
 def _sequences(vocab_size: int, device: torch.device) -> list[Tensor]:
@@ -213,7 +127,7 @@ def _packed_logits(
         slots[index, at] = table[index, at // _BLOCK_SIZE] * _BLOCK_SIZE + at % _BLOCK_SIZE
         keep.append(index * rows + at)
     names = {id(part): name for name, part in module.named_modules()}
-    probe = _Probe(names, dtype, (table.numel() + 1) * _BLOCK_SIZE)
+    probe = Probe(names, dtype, (table.numel() + 1) * _BLOCK_SIZE)
     flat_positions = positions.view(1, -1).to(device)
     with _attention(module, PROBE_NAME):
         logits = run_module(
@@ -225,7 +139,7 @@ def _packed_logits(
             slot_mapping=slots.view(-1).to(device),
             block_table=table.to(device, torch.int32),
             seq_lens=torch.tensor([len(sequence) for sequence in sequences], dtype=torch.int32, device=device),
-            query_positions=flat_positions[0],
+            query_positions=flat_positions[0].clone(),
             block_size=_BLOCK_SIZE,
             compspec_probe=probe,
         )
@@ -272,6 +186,27 @@ def _relative_error(a: Tensor, b: Tensor) -> float:
     a, b = (x.float() - x.float().mean(-1, keepdim=True) for x in (a, b))
     error = (a - b).norm(dim=-1) / b.norm(dim=-1).clamp_min(1e-6)
     return float(error.nan_to_num(nan=float("inf")).quantile(_ROWS_THAT_MUST_AGREE, interpolation="higher"))
+
+
+@contextmanager
+def _aliased_inputs(module: nn.Module) -> Iterator[set[type[nn.Module]]]:
+    """Collects the classes of indivisible blocks that get two different views of one tensor."""
+    named = set(getattr(module, "_no_split_modules", None) or ())
+    found: set[type[nn.Module]] = set()
+
+    def look(block: nn.Module, args: Any, kwargs: Any) -> None:
+        inputs = {id(leaf): leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        storages = [tensor.untyped_storage().data_ptr() for tensor in inputs.values()]
+        if len(set(storages)) < len(storages):
+            found.add(type(block))
+
+    blocks = [part for part in module.modules() if type(part).__name__ in named]
+    hooks = [block.register_forward_pre_hook(look, with_kwargs=True) for block in blocks]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from compspec.errors import ConfigError, ModelError, UnsupportedError
 from compspec.models.quiet import one_line, quiet_transformers
 
 PACKAGE_PREFIX = "package:"
+_PACKAGE = f"{PACKAGE_PREFIX}<import_name>/<file>"
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 _HUB_PATTERNS = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.txt", "*.model", "*.jinja"]
@@ -51,9 +52,6 @@ def resolve_source(source: str, *, revision: str | None = None, trust_remote_cod
         path = _from_hub(source, revision, trust_remote_code)
     _check_folder(path, source)
     return ModelFiles(folder=path, gguf=None)
-
-
-_PACKAGE = f"{PACKAGE_PREFIX}<import_name>/<file>"
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -16,7 +16,7 @@ from compspec.sampling.params import describe_validation_error
 class Options(BaseModel):
     """Base of a proposer's own options, which stand in the `speculative` section. Unknown keys are refused."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class Proposer(Protocol):
@@ -78,6 +78,8 @@ def check_drafts(batch: Batch, drafts: DraftTokens, vocab_size: int) -> None:
         count = int(counts[row])
         if not 0 <= count <= entry.max_draft_tokens:
             raise ValueError(f"proposer returned {count} drafts where at most {entry.max_draft_tokens} are allowed")
+        if count > drafts.token_ids.shape[1]:
+            raise ValueError(f"proposer counted {count} drafts in {drafts.token_ids.shape[1]} columns")
         real = drafts.token_ids[row, :count]
         if count and (real.min() < 0 or real.max() >= vocab_size):
             raise ValueError(f"proposer returned token ids {real.tolist()} outside the vocabulary of {vocab_size}")

@@ -87,7 +87,7 @@ def no_recompilation(mode: str) -> AbstractContextManager[Any]:
 def begin_step(device: torch.device) -> None:
     """Tells CUDA graphs that the last step's outputs are no longer needed."""
     if device.type == "cuda":
-        torch.compiler.cudagraph_mark_step_begin()
+        torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
 
 
 def warm_up_calls(device: torch.device) -> int:

@@ -85,8 +85,8 @@ def plan_memory(config: EngineConfig, adapter: ModelAdapter, max_model_len: int,
         if num_blocks - 1 < per_request:
             raise CapacityError(
                 f"one request of model.max_model_len = {max_model_len} tokens needs "
-                f"{(per_request + 1) * block_bytes / 2**30:.2f} GiB of KV cache; {available / 2**30:.2f} GiB are free, of "
-                f"which {sampling_bytes / 2**30:.2f} GiB go to logits and sampling (scheduler.max_num_seqs x rows x "
+                f"{(per_request + 1) * block_bytes / 2**30:.2f} GiB of KV cache; {available / 2**30:.2f} GiB are free, "
+                f"of which {sampling_bytes / 2**30:.2f} GiB go to logits and sampling (scheduler.max_num_seqs x rows x "
                 "vocabulary); lower model.max_model_len or scheduler.max_num_seqs"
             )
     if num_blocks * block_bytes > usable:

@@ -45,7 +45,9 @@ class SelfTestResult:
 def run_self_test(runner: ModelRunner) -> SelfTestResult:
     """Measures every decode bucket; a few forwards each. Uses KV blocks, so no request may be running."""
     reference: dict[int, Tensor] = {}
-    equal, different, dependent = [], [], []
+    equal: list[Bucket] = []
+    different: list[Bucket] = []
+    dependent: list[Bucket] = []
     for bucket in sorted(runner.buckets.decode, key=lambda b: -b.num_tokens):
         agrees = independent = True
         for context in _contexts(runner, bucket):
@@ -117,9 +119,11 @@ class _Probe:
         return Query(token_ids=self._other[start : start + count], start=start, block_ids=self._other_blocks)
 
     def _fill(self, tokens: Sequence[int], blocks: Sequence[int]) -> None:
-        for start in range(0, self._context, self._width):
-            part = tokens[start : min(start + self._width, self._context)]
-            self._runner.run(self._bucket, [Query(token_ids=part, start=start, block_ids=blocks)])
+        largest = self._runner.buckets.prefill[-1].query_len
+        for start in range(0, self._context, largest):
+            part = tokens[start : min(start + largest, self._context)]
+            bucket = self._runner.buckets.select(1, len(part), is_prefill=True)
+            self._runner.run(bucket, [Query(token_ids=part, start=start, block_ids=blocks)])
 
 
 def cached_self_test(runner: ModelRunner, key_parts: Sequence[str], folder: Path) -> SelfTestResult:

@@ -117,7 +117,8 @@ class MetadataState:
 
     def commit(self, batch: Batch, output: StepOutput) -> None:
         """Counts the tokens that a step added to each output."""
-        slots, token_ids = [], []
+        slots: list[int] = []
+        token_ids: list[int] = []
         for entry, tokens in zip(batch.scheduled, output.token_ids, strict=True):
             if self._penalised[entry.slot]:
                 slots += [entry.slot] * len(tokens)

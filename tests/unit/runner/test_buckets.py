@@ -1,0 +1,94 @@
+"""Buckets: which static shapes there are, and that every step finds the smallest that holds it."""
+
+import itertools
+
+import pytest
+
+from compspec.batch import Bucket
+from compspec.config import EngineConfig, make_config
+from compspec.errors import ConfigError
+from compspec.runner.buckets import Buckets
+
+
+def config_of(**settings: object) -> EngineConfig:
+    values = {"model.source": "x", **{name.replace("__", "."): value for name, value in settings.items()}}
+    return make_config({}, values)
+
+
+def shapes(buckets: list[Bucket]) -> list[tuple[int, int]]:
+    return sorted((bucket.num_requests, bucket.query_len) for bucket in buckets)
+
+
+def test_exact_numerics_have_one_decode_width_with_or_without_drafts() -> None:
+    for method in ("none", "ngram"):
+        buckets = Buckets(config_of(speculative__method=method, numerics__decode_width=6, scheduler__max_num_seqs=5))
+        assert shapes(buckets.decode) == [(1, 6), (4, 6), (5, 6)]
+
+
+def test_fast_numerics_decode_one_row_or_all_drafts() -> None:
+    fast = {"numerics__mode": "fast", "scheduler__max_num_seqs": 4}
+    drafting = Buckets(config_of(speculative__method="ngram", speculative__num_draft_tokens=3, **fast))
+    assert shapes(drafting.decode) == [(1, 1), (1, 4), (4, 1), (4, 4)]
+    assert shapes(Buckets(config_of(**fast)).decode) == [(1, 1), (4, 1)]
+
+
+@pytest.mark.parametrize(("chunk", "lengths"), [(256, [64, 256]), (64, [16, 64]), (32, [32]), (100, [25, 100])])
+def test_the_last_chunk_of_a_prompt_may_be_shorter(chunk: int, lengths: list[int]) -> None:
+    buckets = Buckets(config_of(numerics__prefill_chunk=chunk))
+    assert shapes(buckets.prefill) == [(1, length) for length in lengths]
+    assert all(bucket.num_logits == 1 for bucket in buckets.prefill)
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 2, 4, 5, 16, 17])
+@pytest.mark.parametrize("mode", ["exact", "fast"])
+def test_every_step_up_to_the_widest_has_a_bucket_that_holds_it(mode: str, max_num_seqs: int) -> None:
+    config = config_of(
+        numerics__mode=mode,
+        scheduler__max_num_seqs=max_num_seqs,
+        speculative__method="ngram",
+        speculative__num_draft_tokens=4,
+    )
+    buckets = Buckets(config)
+    for num_requests, num_rows in itertools.product(range(1, max_num_seqs + 1), range(1, 6)):
+        chosen = buckets.select(num_requests, num_rows, is_prefill=False)
+        holding = [b for b in buckets.decode if b.num_requests >= num_requests and b.query_len >= num_rows]
+        assert chosen in holding
+        assert chosen.is_decode
+        assert chosen.num_tokens == min(bucket.num_tokens for bucket in holding)
+    for length in range(1, config.numerics.prefill_chunk + 1):
+        chosen = buckets.select(1, length, is_prefill=True)
+        assert chosen in buckets.prefill and chosen.query_len >= length
+
+
+def test_a_step_too_large_for_every_bucket_is_our_bug() -> None:
+    buckets = Buckets(config_of(scheduler__max_num_seqs=2))
+    with pytest.raises(AssertionError, match="no bucket"):
+        buckets.select(3, 1, is_prefill=False)
+    with pytest.raises(AssertionError, match="no bucket"):
+        buckets.select(1, 9, is_prefill=False)
+
+
+def test_chosen_batch_sizes_are_kept_and_the_widest_is_always_there() -> None:
+    buckets = Buckets(config_of(scheduler__max_num_seqs=6, compile__decode_buckets=[2, 3, 2]))
+    assert sorted({bucket.num_requests for bucket in buckets.decode}) == [2, 3, 6]
+
+
+def test_a_bucket_larger_than_the_batch_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"decode_buckets has 7 requests.*max_num_seqs = 6"):
+        Buckets(config_of(scheduler__max_num_seqs=6, compile__decode_buckets=[2, 7, 9]))
+
+
+def test_all_lists_every_bucket_once_the_largest_first() -> None:
+    buckets = Buckets(config_of())
+    sizes = [bucket.num_tokens for bucket in buckets.all]
+    assert sizes == sorted(sizes, reverse=True)
+    assert set(buckets.all) == {*buckets.decode, *buckets.prefill}
+    assert len(buckets.all) == len(set(buckets.all))
+
+
+def test_restricted_decode_buckets_are_not_chosen_any_more() -> None:
+    buckets = Buckets(config_of(scheduler__max_num_seqs=8))
+    largest = max(buckets.decode)
+    buckets.restrict_decode([largest])
+    assert buckets.select(1, 1, is_prefill=False) == largest
+    assert buckets.select(1, 1, is_prefill=True).num_requests == 1

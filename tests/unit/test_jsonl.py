@@ -1,0 +1,241 @@
+"""Prompt and result files: nothing finished is lost or doubled, and nothing of the user's is overwritten."""
+
+import json
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from compspec.errors import CompspecError, RequestError
+from compspec.jsonl import OutputError, ResultFile, read_prompts, result_record
+from compspec.llm import RequestOutput
+from compspec.request import FinishReason, RequestStats
+from compspec.sampling.params import SamplingParams
+
+
+def record(identity: str, text: str = "text") -> dict[str, Any]:
+    """A result as `compspec generate` writes it."""
+    return {"id": identity, "text": text, "token_ids": [1, 2], "finish_reason": "stop", "stats": {}}
+
+
+def line(identity: str, text: str = "text") -> bytes:
+    return json.dumps(record(identity, text), ensure_ascii=False).encode() + b"\n"
+
+
+def ids_in(path: Path) -> list[str]:
+    return [json.loads(raw)["id"] for raw in path.read_bytes().splitlines()]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "results.jsonl"
+
+
+def prompts(tmp_path: Path, content: str | bytes) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return path
+
+
+def test_results_are_appended_line_by_line_and_are_there_at_once(path: Path) -> None:
+    file = ResultFile(path)
+    assert file.finished == set()
+    file.write(record("a"))
+    assert path.read_bytes() == line("a")
+    file.write(record("b", "zwei\nZeilen é 😀"))
+    assert path.read_bytes() == line("a") + line("b", "zwei\nZeilen é 😀")
+    assert file.finished == {"a", "b"}
+    file.close()
+
+
+def test_a_second_run_knows_what_the_first_finished(path: Path) -> None:
+    first = ResultFile(path)
+    first.write(record("a"))
+    first.write(record("7"))
+    first.close()
+    second = ResultFile(path)
+    assert second.finished == {"a", "7"}
+    second.write(record("c"))
+    second.close()
+    assert ids_in(path) == ["a", "7", "c"]
+
+
+@pytest.mark.parametrize("cut_at", range(1, len(line("b"))))
+def test_a_last_line_cut_anywhere_is_done_again(path: Path, cut_at: int) -> None:
+    path.write_bytes(line("a") + line("b")[:cut_at])
+    file = ResultFile(path)
+    assert file.finished == {"a"}
+    file.write(record("b"))
+    file.close()
+    assert path.read_bytes() == line("a") + line("b")
+
+
+@pytest.mark.parametrize(
+    "foreign",
+    [
+        b"my notes\n",
+        b"my notes",
+        b"{",
+        b'{"id": "a", "prompt": "x"}\n{"id": "b", "prompt": "y"}',
+        b'{"id": "a", "prompt": "x"}',
+        b'{"prompt": "x"}\n',
+        b"[1]\n",
+        b"3\n",
+        b"\n",
+        b"\xff\xfe\x00\n",
+        line("a") + b"notes\n" + line("b"),
+        line("a") + b"notes",
+        b"[" * 100_000 + b"\n",
+    ],
+)
+def test_a_file_with_something_else_in_it_is_refused_and_not_touched(path: Path, foreign: bytes) -> None:
+    if foreign == b"{":  # one byte of a result looks like this, too: the only guess there is
+        pytest.skip("indistinguishable from a result cut after its first byte")
+    path.write_bytes(foreign)
+    with pytest.raises(OutputError, match="no result of compspec"):
+        ResultFile(path)
+    assert path.read_bytes() == foreign
+
+
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """Lets the system refuse to write beyond `size` bytes, in the middle of a write."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_failed_write_leaves_all_earlier_results_and_nothing_else(path: Path) -> None:
+    file = ResultFile(path)
+    file.write(record("a"))
+    with largest_file(len(line("a")) + 20), pytest.raises(OutputError, match="the 1 results finished so far are kept"):
+        file.write(record("b", "long" * 100))
+    assert path.read_bytes() == line("a")
+    assert file.finished == {"a"}
+    file.write(record("c"))  # the disk has room again
+    file.close()
+    del file
+    assert path.read_bytes() == line("a") + line("c")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_full_disk_is_an_output_error_and_a_device_is_not_read() -> None:
+    file = ResultFile(Path("/dev/full"))
+    assert file.finished == set()
+    with pytest.raises(OutputError, match="No space left"):
+        file.write(record("a"))
+    file.close()
+
+
+def test_results_can_go_into_a_pipe(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    file = ResultFile(pipe)
+    file.write(record("a"))
+    assert os.read(reader, 10_000) == line("a")
+    file.close()
+    os.close(reader)
+
+
+def test_a_file_that_cannot_be_opened_is_an_output_error(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "nowhere" / "results.jsonl"):
+        with pytest.raises(OutputError, match="cannot write output file"):
+            ResultFile(path)
+    assert issubclass(OutputError, CompspecError)
+
+
+def test_a_result_record_holds_what_a_later_run_recognises(path: Path, tmp_path: Path) -> None:
+    (prompt,) = read_prompts(prompts(tmp_path, '{"id": "x", "prompt": "hello"}'))
+    output = RequestOutput(
+        request_id="0",
+        prompt="hello",
+        prompt_token_ids=[1],
+        token_ids=[5, 6],
+        text="é\ud800",  # no tokenizer gives a lone surrogate, but an id may hold one
+        finish_reason=FinishReason.LENGTH,
+        stats=RequestStats(num_decode_steps=2, num_decode_tokens=5),
+    )
+    found = result_record(prompt, output)
+    assert found["stats"]["acceptance_length"] == 2.5
+    assert found["finish_reason"] == "length"
+    file = ResultFile(path)
+    file.write(found)
+    file.close()
+    assert json.loads(path.read_bytes()) == found
+    assert ResultFile(path).finished == {"x"}
+
+
+def test_prompts_of_all_three_kinds_are_read(tmp_path: Path) -> None:
+    content = (
+        '{"prompt": "héllo 😀", "params": {"max_tokens": 3}}\n'
+        "\n"
+        '{"id": "chat", "messages": [{"role": "user", "content": "hi"}]}\r\n'
+        '{"id": 7, "prompt_token_ids": [1, 2]}'
+    )
+    first, second, third = read_prompts(prompts(tmp_path, content))
+    assert (first.id, first.prompt, first.params) == ("0", "héllo 😀", {"max_tokens": 3})
+    assert (second.id, second.messages) == ("chat", [{"role": "user", "content": "hi"}])
+    assert (third.id, third.prompt_token_ids) == ("7", [1, 2])
+
+
+def test_a_line_break_inside_a_string_is_no_new_line(tmp_path: Path) -> None:
+    """U+2028 and friends are line ends to str.splitlines and to nobody else."""
+    (prompt,) = read_prompts(prompts(tmp_path, '{"prompt": "a\u2028b\x85c"}\n'))
+    assert prompt.prompt == "a\u2028b\x85c"
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ("{", "line 1 is not valid JSON"),
+        ('{"prompt": "a"}\nnonsense', "line 2 is not valid JSON"),
+        ("[1]", "line 1 must be a JSON object"),
+        ("[" * 100_000, "line 1 is nested too deep"),
+        ('{"prompt": "a", "temperature": 1}', "unknown key 'temperature'; valid are: id, prompt"),
+        ('{"id": "a"}', "exactly one of prompt, messages, prompt_token_ids"),
+        ('{"prompt": "a", "messages": []}', "exactly one of"),
+        ('{"prompt": null}', "exactly one of"),
+        ('{"prompt": 3}', "prompt must be text"),
+        ('{"messages": "hi"}', "messages must be a list"),
+        ('{"prompt_token_ids": "1 2"}', "prompt_token_ids must be a list"),
+        ('{"prompt_token_ids": [1, "2"]}', "prompt_token_ids must be integers"),
+        ('{"prompt_token_ids": [1, true]}', "prompt_token_ids must be integers"),
+        ('{"prompt_token_ids": [1.0]}', "prompt_token_ids must be integers"),
+        ('{"prompt": "a", "params": [1]}', "params must be an object"),
+        ('{"prompt": "a", "id": null}', "id must be text or an integer"),
+        ('{"prompt": "a", "id": [1]}', "id must be text or an integer"),
+        ('{"prompt": "a", "id": "x"}\n{"prompt": "b", "id": "x"}', "two prompts with id 'x'"),
+        ('{"prompt": "a", "id": 1}\n{"prompt": "b"}', "two prompts with id '1'"),
+        (b"\xff", "not UTF-8 text"),
+    ],
+)
+def test_a_bad_prompt_file_is_refused_with_the_line(tmp_path: Path, content: str | bytes, told: str) -> None:
+    with pytest.raises(RequestError, match="") as caught:
+        read_prompts(prompts(tmp_path, content))
+    assert told in str(caught.value)
+
+
+def test_a_missing_prompt_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=r"cannot read prompt file .*nowhere.*No such file"):
+        read_prompts(tmp_path / "nowhere.jsonl")
+
+
+def test_the_parameters_of_a_line_replace_the_defaults_and_no_others(tmp_path: Path) -> None:
+    (prompt,) = read_prompts(prompts(tmp_path, '{"prompt": "a", "params": {"temperature": 1, "stop_token_ids": [3]}}'))
+    params = prompt.sampling(SamplingParams(max_tokens=9, top_k=4))
+    assert params == SamplingParams(max_tokens=9, top_k=4, temperature=1.0, stop_token_ids=(3,))
+
+
+@pytest.mark.parametrize("params", ['{"top": 1}', '{"temperature": -1}', '{"max_tokens": "3"}'])
+def test_a_wrong_parameter_names_its_prompt(tmp_path: Path, params: str) -> None:
+    (prompt,) = read_prompts(prompts(tmp_path, '{"id": "x", "prompt": "a", "params": ' + params + "}"))
+    with pytest.raises(RequestError, match="prompt 'x': "):
+        prompt.sampling(SamplingParams())
