@@ -79,7 +79,6 @@ def test_a_last_line_cut_anywhere_is_done_again(path: Path, cut_at: int) -> None
     [
         b"my notes\n",
         b"my notes",
-        b"{",
         b'{"id": "a", "prompt": "x"}\n{"id": "b", "prompt": "y"}',
         b'{"id": "a", "prompt": "x"}',
         b'{"prompt": "x"}\n',
@@ -93,8 +92,6 @@ def test_a_last_line_cut_anywhere_is_done_again(path: Path, cut_at: int) -> None
     ],
 )
 def test_a_file_with_something_else_in_it_is_refused_and_not_touched(path: Path, foreign: bytes) -> None:
-    if foreign == b"{":  # one byte of a result looks like this, too: the only guess there is
-        pytest.skip("indistinguishable from a result cut after its first byte")
     path.write_bytes(foreign)
     with pytest.raises(OutputError, match="no result of compspec"):
         ResultFile(path)
@@ -218,7 +215,7 @@ def test_a_line_break_inside_a_string_is_no_new_line(tmp_path: Path) -> None:
     ],
 )
 def test_a_bad_prompt_file_is_refused_with_the_line(tmp_path: Path, content: str | bytes, told: str) -> None:
-    with pytest.raises(RequestError, match="") as caught:
+    with pytest.raises(RequestError) as caught:
         read_prompts(prompts(tmp_path, content))
     assert told in str(caught.value)
 

@@ -73,6 +73,13 @@ def test_noise_is_the_gumbel_transform_of_philox_words(seed: int, position: int)
     assert found == pytest.approx(expected, rel=2e-7, abs=1e-7)
 
 
+@pytest.mark.parametrize(("low", "high", "error"), [(1.0, 1.05, 3e-16), (1e-10, 1e-9, 8e-15), (1.0, 2.0**33, 8e-15)])
+def test_the_logarithm_is_as_good_as_its_rounding(low: float, high: float, error: float) -> None:
+    x = torch.linspace(low, high, 100_001, dtype=torch.float64)
+    found = GumbelNoise(1, CPU)._logarithm(x).numpy()
+    assert np.abs(found - np.log(x.numpy())).max() < error
+
+
 def test_noise_is_finite_and_right_at_both_ends_of_the_uniform(monkeypatch: pytest.MonkeyPatch) -> None:
     extremes = torch.tensor([0, MASK, MASK - 1, 1])
 
