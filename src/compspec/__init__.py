@@ -1,5 +1,7 @@
 """compspec: speculative decoding that never changes the output."""
 
+from typing import TYPE_CHECKING, Any
+
 from compspec.config import EngineConfig, load_config
 from compspec.errors import (
     CapacityError,
@@ -10,9 +12,11 @@ from compspec.errors import (
     RequestError,
     UnsupportedError,
 )
-from compspec.llm import LLM, Chunk, RequestOutput
 from compspec.request import FinishReason
 from compspec.sampling.params import SamplingParams
+
+if TYPE_CHECKING:
+    from compspec.llm import LLM, Chunk, RequestOutput
 
 __version__ = "0.1.0"
 
@@ -32,3 +36,12 @@ __all__ = [
     "UnsupportedError",
     "load_config",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # torch and transformers take seconds to import; the command's --help does without them.
+    if name in ("LLM", "Chunk", "RequestOutput"):
+        import compspec.llm
+
+        return getattr(compspec.llm, name)
+    raise AttributeError(f"module 'compspec' has no attribute '{name}'")
