@@ -42,86 +42,52 @@ class SdpaBackend:
         rows = q.shape[0] // num_requests
         q = q.view(num_requests, rows, *q.shape[1:])
         positions = query_positions.view(num_requests, rows)
+        lengths: list[int] = seq_lens.tolist()
         groups: dict[int, list[int]] = {}
-        for index, length in enumerate(seq_lens.tolist()):
+        for index, length in enumerate(lengths):
             groups.setdefault(-(-length // CAPACITY_STEP) * CAPACITY_STEP, []).append(index)
-        if len(groups) == 1:
-            (capacity,) = groups
-            out = _attend(
-                q,
-                k_cache,
-                v_cache,
-                block_table,
-                seq_lens,
-                positions,
-                capacity,
-                block_size,
-                scale,
-                window,
-                softcap,
+        out = torch.empty_like(q)
+        for capacity, members in groups.items():
+            at = slice(None) if len(groups) == 1 else torch.tensor(members, device=q.device)
+            num_blocks = -(-capacity // block_size)
+            keys, values = (
+                _gather(cache, block_table[at], num_blocks, block_size, [lengths[index] for index in members])
+                for cache in (k_cache, v_cache)
             )
-        else:
-            out = torch.empty_like(q)
-            for capacity, members in groups.items():
-                at = torch.tensor(members, device=q.device)
-                out[at] = _attend(
-                    q[at],
-                    k_cache,
-                    v_cache,
-                    block_table[at],
-                    seq_lens[at],
-                    positions[at],
-                    capacity,
-                    block_size,
-                    scale,
-                    window,
-                    softcap,
-                )
-        # With one request, reshape alone would return a view with other strides than the operator's fake promises.
-        return out.reshape(num_requests * rows, *q.shape[2:]).contiguous()
+            visible = _visible(positions[at], capacity, window)
+            out[at] = _attend(q[at], keys[:, :, :capacity], values[:, :, :capacity], visible, scale, softcap)
+        return out.reshape(num_requests * rows, *q.shape[2:])
 
 
-def _attend(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    positions: Tensor,
-    capacity: int,
-    block_size: int,
-    scale: float,
-    window: int,
-    softcap: float,
-) -> Tensor:
-    """Attention of requests that share a capacity: q [R, Q, Hq, D] -> [R, Q, Hq, D]."""
-    k_positions = torch.arange(capacity, device=q.device)
-    in_sequence = k_positions[None, :] < seq_lens[:, None]  # [R, L]
-    keys = _gather(k_cache, block_table, in_sequence, block_size)
-    values = _gather(v_cache, block_table, in_sequence, block_size)
-    visible = k_positions[None, None, :] <= positions[:, :, None]  # [R, Q, L]
+def _gather(cache: Tensor, block_table: Tensor, num_blocks: int, block_size: int, lengths: list[int]) -> Tensor:
+    """The first pages of each request as [R, Hkv, L, D]; zero beyond its length, whatever a stale page holds."""
+    table = block_table[:, :num_blocks].clamp(0, cache.shape[0] // block_size - 1)
+    table = F.pad(table, (0, num_blocks - table.shape[1]))
+    pages = cache.view(-1, block_size * cache.shape[1] * cache.shape[2]).index_select(0, table.reshape(-1))
+    gathered = pages.view(len(lengths), num_blocks * block_size, cache.shape[1], cache.shape[2])
+    for row, length in enumerate(lengths):
+        # A masked key still meets its value as 0 * v, and 0 * NaN is NaN.
+        gathered[row, length:] = 0
+    return gathered.transpose(1, 2)
+
+
+def _visible(positions: Tensor, capacity: int, window: int) -> Tensor:
+    """Which of the first `capacity` keys each row at `positions` [R, Q] sees: [R, 1, Q, L] bool."""
+    keys = torch.arange(capacity, device=positions.device)
+    visible = keys <= positions[:, :, None]
     if window:
-        visible &= positions[:, :, None] - k_positions[None, None, :] < window
-    visible = visible.unsqueeze(1)
+        visible &= positions[:, :, None] - keys < window
+    return visible.unsqueeze(1)
+
+
+def _attend(q: Tensor, keys: Tensor, values: Tensor, visible: Tensor, scale: float, softcap: float) -> Tensor:
+    """Attention of requests that share a capacity: q [R, Q, Hq, D] -> [R, Q, Hq, D]."""
     q = q.transpose(1, 2)
     if softcap:
         out = _capped(q, keys, values, visible, scale, softcap)
     else:
         out = F.scaled_dot_product_attention(q, keys, values, attn_mask=visible, scale=scale, enable_gqa=True)
     return out.transpose(1, 2)
-
-
-def _gather(cache: Tensor, block_table: Tensor, in_sequence: Tensor, block_size: int) -> Tensor:
-    """The cache's pages as [R, Hkv, L, D]; zero outside the sequence, whatever a stale page holds."""
-    num_requests, capacity = in_sequence.shape
-    num_blocks = -(-capacity // block_size)
-    table = block_table[:, :num_blocks].clamp(0, cache.shape[0] // block_size - 1)
-    if table.shape[1] < num_blocks:
-        table = F.pad(table, (0, num_blocks - table.shape[1]))
-    pages = cache.view(-1, block_size * cache.shape[1] * cache.shape[2]).index_select(0, table.reshape(-1))
-    gathered = pages.view(num_requests, num_blocks * block_size, cache.shape[1], cache.shape[2])[:, :capacity]
-    # A masked key still meets its value as 0 * v, and 0 * NaN is NaN.
-    return gathered.masked_fill(~in_sequence[:, :, None, None], 0).transpose(1, 2)
 
 
 def _capped(q: Tensor, keys: Tensor, values: Tensor, visible: Tensor, scale: float, softcap: float) -> Tensor:
