@@ -1,0 +1,136 @@
+"""`compspec generate` on good input: text, statistics, batches, the check, resuming."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from compspec import LLM, cli, load_config
+
+
+def records(path: Path) -> dict[str, dict]:
+    lines = path.read_text(encoding="utf-8").splitlines()
+    found = [json.loads(line) for line in lines]
+    assert len({record["id"] for record in found}) == len(found), "a line is doubled"
+    return {record["id"]: record for record in found}
+
+
+def test_one_prompt_streams_its_text_and_ends_with_statistics(compspec, config) -> None:
+    result = compspec("generate", "-c", config, "--prompt", "to be or not to be", "--check")
+    assert result.code == 0
+    text = LLM.from_yaml(config).generate("to be or not to be")[0].text
+    assert result.out.rstrip("\n") == text.rstrip("\n")
+    for word in (
+        "decode speed",
+        "acceptance length",
+        "accepted by draft position",
+        "the same, token for token",
+        "checked",
+    ):
+        assert word in result.err
+
+
+def test_set_overrides_the_file_and_reaches_the_engine(compspec, config) -> None:
+    result = compspec(
+        "generate", "-c", config, "--prompt", "x", "--set", "speculative.method=none", "--set", "sampling.max_tokens=3"
+    )
+    assert result.code == 0
+    assert "3 in 1 outputs" in result.err
+    assert "draft position" not in result.err
+
+
+def test_batch_writes_one_line_per_prompt(compspec, config, prompts, tmp_path) -> None:
+    output = tmp_path / "out.jsonl"
+    result = compspec("generate", "-c", config, "--prompts", prompts, "--output", output, "--check")
+    assert result.code == 0
+    found = records(output)
+    assert set(found) == {"a", "b", "c", "3"}
+    assert all(set(record) == {"id", "text", "token_ids", "finish_reason", "stats"} for record in found.values())
+    assert len(found["c"]["token_ids"]) <= 5
+    llm = LLM.from_yaml(config)
+    assert found["a"]["token_ids"] == llm.generate("to be or not to be, to be or")[0].token_ids
+    assert found["b"]["token_ids"] == llm.chat([{"role": "user", "content": "the quick brown fox"}])[0].token_ids
+
+
+def test_batch_without_output_prints_the_lines(compspec, config, prompts) -> None:
+    result = compspec("generate", "-c", config, "--prompts", prompts)
+    assert {json.loads(line)["id"] for line in result.out.splitlines()} == {"a", "b", "c", "3"}
+
+
+def test_check_says_where_outputs_differ(compspec, config, monkeypatch) -> None:
+    """A verifier that keeps a wrong draft is caught by --check."""
+    from compspec.sampling.verifier import EqualityVerifier
+
+    honest = EqualityVerifier.verify
+
+    def lying(self, target_token_ids, batch, drafts):
+        if drafts.num_draft_tokens.any():
+            target_token_ids = (target_token_ids + 1) % 512
+        return honest(self, target_token_ids, batch, drafts)
+
+    monkeypatch.setattr(EqualityVerifier, "verify", lying)
+    result = compspec("generate", "-c", config, "--prompt", "to be or not to be to be or", "--check")
+    assert result.code == cli.EXIT_DIFFERENT
+    assert "differs first at token" in result.err
+
+
+def test_finished_prompts_are_not_done_again(compspec, config, prompts, tmp_path) -> None:
+    output = tmp_path / "out.jsonl"
+    compspec("generate", "-c", config, "--prompts", prompts, "--output", output)
+    whole = output.read_bytes()
+    lines = whole.splitlines(keepends=True)
+    marked = lines[0].replace(b'"text": "', b'"text": "kept ')
+    output.write_bytes(marked + lines[1][: len(lines[1]) // 2])
+    result = compspec("generate", "-c", config, "--prompts", prompts, "--output", output)
+    assert result.code == 0
+    assert output.read_bytes().startswith(marked)
+    again = records(output)
+    before = {record["id"]: record for record in map(json.loads, lines)}
+    assert set(again) == set(before)
+    greedy = [name for name in before if name not in ("c", json.loads(lines[0])["id"])]
+    assert [again[name]["token_ids"] for name in greedy] == [before[name]["token_ids"] for name in greedy]
+    assert compspec("generate", "-c", config, "--prompts", prompts, "--output", output).code == 0
+    assert records(output) == again
+
+
+def test_a_killed_batch_resumes_without_loss(config, tmp_path) -> None:
+    prompts, output = tmp_path / "many.jsonl", tmp_path / "out.jsonl"
+    names = [f"p{index}" for index in range(120)]
+    lines = [{"id": name, "prompt": f"to be or not {name}", "params": {"max_tokens": 40}} for name in names]
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    command = [sys.executable, "-c", "from compspec.cli import main; main()"]
+    command += ["generate", "-c", str(config), "--prompts", str(prompts), "--output", str(output)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=dict(os.environ))
+    deadline = time.monotonic() + 120
+    while not (output.exists() and output.read_bytes().count(b"\n") >= 5):
+        assert process.poll() is None, "finished before it could be killed"
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.kill()
+    process.wait()
+    kept = [line for line in output.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+    assert 5 <= len(kept) < len(names)
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    assert output.read_bytes().startswith(b"".join(kept))
+    assert set(records(output)) == set(names)
+
+
+def test_schema_is_the_configuration(compspec) -> None:
+    schema = json.loads(compspec("config", "schema").out)
+    assert set(schema["properties"]) == set(load_config.__globals__["EngineConfig"].model_fields)
+
+
+def test_doctor_reports_every_finding(compspec) -> None:
+    result = compspec("doctor")
+    assert result.code == 0
+    for name in ("versions", "cpu", "gpu", "flashinfer", "compiler", "cache"):
+        assert name in result.out
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["generate", "--help"], ["doctor", "--help"]])
+def test_help_exits_with_0(compspec, arguments) -> None:
+    assert compspec(*arguments).code == 0
