@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from compspec import LLM, CompspecError, SamplingParams, load_config
-from compspec.config import parse_override
+from compspec.config import parse_overrides
 from compspec.jsonl import read_prompts
 
 
@@ -59,11 +59,7 @@ def main() -> None:
     """Entry point."""
     args = _arguments()
     console = Console()
-    overrides: dict[str, Any] = {}
-    for text in args.set or []:
-        for section, values in parse_override(text).items():
-            overrides.update({f"{section}.{key}": value for key, value in values.items()})
-    config = load_config(args.config, overrides)
+    config = load_config(args.config, parse_overrides(args.set or []))
     started = time.perf_counter()
     llm = LLM(config)
     start_up_s = time.perf_counter() - started

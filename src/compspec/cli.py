@@ -70,12 +70,9 @@ def generate(
     chat: Annotated[bool | None, typer.Option(help="Wrap text prompts in the chat template.")] = None,
 ) -> None:
     """Generate text, with statistics of the speculation."""
-    from compspec.config import load_config, parse_override
+    from compspec.config import load_config, parse_overrides
 
-    overrides: dict[str, Any] = {}
-    for override in set_ or []:
-        overrides |= {".".join(path): value for path, value in _leaves(parse_override(override))}
-    resolved = load_config(config, overrides)
+    resolved = load_config(config, parse_overrides(set_ or []))
     if prompt is not None and prompts is not None:
         raise ConfigError("give --prompt or --prompts, not both")
     if output is not None and prompts is None:
@@ -248,14 +245,6 @@ def _progress_bar(total: int) -> Iterator[Any]:
     with Progress(*columns, console=_err) as bar:
         task = bar.add_task("generating", total=total)
         yield lambda: bar.advance(task)
-
-
-def _leaves(nested: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    for name, value in nested.items():
-        if isinstance(value, dict):
-            yield from _leaves(value, (*path, name))
-        else:
-            yield (*path, name), value
 
 
 def _escape(text: str) -> str:

@@ -1,6 +1,7 @@
 """The configuration: one frozen pydantic model per YAML section, overrides, JSON schema."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -198,14 +199,29 @@ def load_config(path: str | Path, overrides: dict[str, Any] | None = None) -> En
 def make_config(data: dict[str, Any], overrides: dict[str, Any] | None = None) -> EngineConfig:
     """Validates a nested mapping, after merging `overrides` into it.
 
+    An override that chooses another `speculative.method` leaves the options of the old method behind.
+
     Raises:
         ConfigError: an unknown key (the message lists the valid ones) or a wrong value.
     """
-    merged = _merge(data, _nest(overrides or {}))
+    nested = _nest(overrides or {})
+    merged = _merge(_without_other_methods_options(data, nested), nested)
     try:
         return EngineConfig.model_validate(merged)
     except ValidationError as error:
         raise ConfigError(_describe(error)) from None
+
+
+def parse_overrides(texts: Sequence[str]) -> dict[str, Any]:
+    """Turns several `section.key=value` into one nested mapping; of two for the same key the last one holds.
+
+    Raises:
+        ConfigError: as `parse_override`.
+    """
+    merged: dict[str, Any] = {}
+    for text in texts:
+        merged = _merge(merged, parse_override(text))
+    return merged
 
 
 def parse_override(text: str) -> dict[str, Any]:
@@ -244,6 +260,18 @@ def _nest(flat: dict[str, Any]) -> dict[str, Any]:
             value = value.model_dump()
         nested = _merge(nested, {head: value})
     return nested
+
+
+def _without_other_methods_options(data: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+    base, extra = data.get("speculative"), overrides.get("speculative")
+    if (
+        not isinstance(base, dict)
+        or not isinstance(extra, dict)
+        or extra.get("method", base.get("method")) == base.get("method")
+    ):
+        return data
+    shared = {key: value for key, value in base.items() if key in SpeculativeSection.model_fields}
+    return {**data, "speculative": shared}
 
 
 def _merge(base: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from compspec.config import EngineConfig, default_cache_path, load_config, make_config, parse_override
+from compspec.config import EngineConfig, default_cache_path, load_config, make_config, parse_override, parse_overrides
 from compspec.errors import ConfigError
 from compspec.sampling.params import SamplingParams
 
@@ -281,3 +281,18 @@ def test_the_cache_folder_is_the_configured_one_then_the_environment(monkeypatch
     assert make_config(MODEL, {"cache_dir": "~/else"}).cache_path == Path("~/else").expanduser()
     monkeypatch.delenv("COMPSPEC_CACHE")
     assert default_cache_path() == Path("~/.cache/compspec").expanduser()
+
+
+def test_another_method_leaves_the_old_ones_options_behind() -> None:
+    data = {"model": {"source": "m"}, "speculative": {"method": "ngram", "num_draft_tokens": 3, "prompt_lookup_max": 4}}
+    other = make_config(data, {"speculative.method": "none"}).speculative
+    assert (other.method, other.num_draft_tokens, other.options) == ("none", 3, {})
+    same = make_config(data, {"speculative.method": "ngram"}).speculative
+    assert same.options == {"prompt_lookup_max": 4}
+    changed = make_config(data, {"speculative": {"method": "none", "wrong": 1}}).speculative
+    assert changed.options == {"wrong": 1}, "an option given together with the method is never dropped"
+
+
+def test_several_overrides_merge_and_the_last_of_two_holds() -> None:
+    merged = parse_overrides(["sampling.top_k=3", "sampling={top_p: 0.5}", "sampling.top_k=4", "numerics=fast"])
+    assert merged == {"sampling": {"top_k": 4, "top_p": 0.5}, "numerics": {"mode": "fast"}}

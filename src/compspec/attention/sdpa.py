@@ -60,15 +60,18 @@ class SdpaBackend:
 
 
 def _gather(cache: Tensor, block_table: Tensor, num_blocks: int, block_size: int, lengths: list[int]) -> Tensor:
-    """The first pages of each request as [R, Hkv, L, D]; zero beyond its length, whatever a stale page holds."""
+    """The first pages of each request as [R, Hkv, L, D]; zero beyond its length, whatever a stale page holds.
+
+    Values that are no numbers count as zero inside it: a masked key still meets its value as 0 * v, so one
+    overflown draft would reach the rows before it.
+    """
     table = block_table[:, :num_blocks].clamp(0, cache.shape[0] // block_size - 1)
     table = F.pad(table, (0, num_blocks - table.shape[1]))
     pages = cache.view(-1, block_size * cache.shape[1] * cache.shape[2]).index_select(0, table.reshape(-1))
     gathered = pages.view(len(lengths), num_blocks * block_size, cache.shape[1], cache.shape[2])
     for row, length in enumerate(lengths):
-        # A masked key still meets its value as 0 * v, and 0 * NaN is NaN.
         gathered[row, length:] = 0
-    return gathered.transpose(1, 2)
+    return gathered.nan_to_num_(0.0, 0.0, 0.0).transpose(1, 2)
 
 
 def _visible(positions: Tensor, capacity: int, window: int) -> Tensor:

@@ -26,6 +26,11 @@ class _BuildError(Exception):
     """Why there is no library."""
 
 
+def default_cache_dir() -> Path:
+    """`kernels` below $COMPSPEC_CACHE or ~/.cache/compspec."""
+    return Path(os.environ.get("COMPSPEC_CACHE", "~/.cache/compspec")).expanduser() / "kernels"
+
+
 @functools.cache
 def load_library(name: str, cache_dir: Path) -> ctypes.CDLL | None:
     """Loads the library made from `<name>.cpp`, compiling it unless the cache has it.

@@ -5,7 +5,6 @@ there is no gradient formula.
 """
 
 import ctypes
-import os
 import threading
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from compspec.kernels.build import load_library
+from compspec.kernels.build import default_cache_dir, load_library
 
 _P = ctypes.c_void_p
 _I = ctypes.c_int64
@@ -36,7 +35,7 @@ class _Kernel:
         """Builds and loads on the first call; later calls return the same answer, whatever the folder."""
         with self._lock:
             if not self._tried:
-                library = load_library("linear", cache_dir or _default_cache_dir())
+                library = load_library("linear", cache_dir or default_cache_dir())
                 if library is not None:
                     function = library.compspec_linear_bf16
                     function.argtypes = _ARGUMENTS
@@ -53,10 +52,6 @@ class _Kernel:
 
 
 _KERNEL = _Kernel()
-
-
-def _default_cache_dir() -> Path:
-    return Path(os.environ.get("COMPSPEC_CACHE", "~/.cache/compspec")).expanduser() / "kernels"
 
 
 def is_wanted(cache_dir: Path | None = None) -> bool:

@@ -190,7 +190,6 @@ def test_later_tokens_of_the_same_request_never_change_a_bit(options: dict) -> N
         assert not torch.equal(case.run()[index, 5:], clean[index, 5:])
 
 
-@pytest.mark.xfail(strict=True, reason="a draft whose KV overflows to inf or NaN reaches the rows before it")
 @pytest.mark.parametrize("options", SOME_OPTIONS)
 def test_later_tokens_that_are_nan_never_change_a_bit(options: dict) -> None:
     """What `AttentionBackend.paged_attention` promises: "and on nothing else, not even through NaN"."""
@@ -233,6 +232,28 @@ def test_a_request_is_bit_equal_whatever_its_neighbours(rows: int, options: dict
         moved.positions[place] = case.positions[index]
         moved.block_table[place, : case.block_table.shape[1]] = case.block_table[index]
         assert torch.equal(moved.run()[place], together[index]), f"among others: {index}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("options", SOME_OPTIONS)
+@pytest.mark.parametrize("position", [20, 100, 508, 511, 512, 700])
+def test_a_row_is_bit_equal_wherever_it_stands_in_the_window_and_however_many_drafts_follow(
+    position: int, options: dict, dtype: torch.dtype
+) -> None:
+    """The law in small: the row at `position` as the j-th of a window with `after` rows behind it."""
+    rows = 8
+    case = make_case([position + rows], rows, dtype=dtype, **options)
+    query = torch.randn(case.q.shape[2:], generator=torch.Generator().manual_seed(9)).to(dtype)
+    found = []
+    for j in range(rows):
+        for after in range(rows - j):
+            last = position + after
+            case.seq_lens[0] = last + 1
+            case.positions[0] = (torch.arange(rows) + position - j).clamp(max=last)
+            case.q = torch.randn(case.q.shape, generator=torch.Generator().manual_seed(j)).to(dtype)
+            case.q[0, j] = query
+            found.append(case.run()[0, j])
+    assert all(torch.equal(row, found[0]) for row in found)
 
 
 def test_a_request_does_not_depend_on_the_width_of_the_block_table() -> None:

@@ -25,6 +25,14 @@ def test_exact_numerics_have_one_decode_width_with_or_without_drafts() -> None:
         assert shapes(buckets.decode) == [(1, 6), (4, 6), (5, 6)]
 
 
+@pytest.mark.parametrize(
+    ("max_num_seqs", "sizes"), [(1, [1]), (2, [1, 2]), (4, [1, 4]), (16, [1, 4, 16]), (17, [1, 4, 16, 17])]
+)
+def test_batch_sizes_are_powers_of_four_and_the_widest(max_num_seqs: int, sizes: list[int]) -> None:
+    buckets = Buckets(config_of(scheduler__max_num_seqs=max_num_seqs))
+    assert [bucket.num_requests for bucket in sorted(buckets.decode)] == sizes
+
+
 def test_fast_numerics_decode_one_row_or_all_drafts() -> None:
     fast = {"numerics__mode": "fast", "scheduler__max_num_seqs": 4}
     drafting = Buckets(config_of(speculative__method="ngram", speculative__num_draft_tokens=3, **fast))

@@ -12,6 +12,7 @@ ROWS = [
     pytest.param([5, 6, 7, 8], [5, 6, 7], (5, 6, 7, 8), 3, id="all accepted and the bonus token"),
     pytest.param([5, 6, 7, 8], [9, 6, 7], (5,), 0, id="first wrong: the correction token alone"),
     pytest.param([5, 6, 7, 8], [5, 9, 7], (5, 6), 1, id="a right draft after a wrong one does not count"),
+    pytest.param([5, 6, 7, 8], [5, 9, 6], (5, 6), 1, id="nor one that would be right a place earlier"),
     pytest.param([5, 6, 7, 8], [5, 6, 9], (5, 6, 7), 2, id="last wrong"),
     pytest.param([5, 6, 7, 8], [5, 6], (5, 6, 7), 2, id="fewer drafts than rows: rows after them are ignored"),
     pytest.param([5, 6, 7, 8], [], (5,), 0, id="nothing drafted"),

@@ -297,6 +297,13 @@ def test_the_last_allowed_token_being_a_stop_is_a_stop() -> None:
     assert delta.finish_reason is FinishReason.STOP
 
 
+def test_tokens_beyond_the_limit_are_dropped_and_a_stop_among_them_is_none() -> None:
+    request = make_request(range(3), max_tokens=3)
+    (delta,) = run_alone(make_scheduler(), request, [20, 21, EOS])
+    assert delta.token_ids == (20, 21)
+    assert delta.finish_reason is FinishReason.LENGTH
+
+
 def test_one_token_asked_for_comes_from_the_prefill_and_ends_the_request() -> None:
     scheduler = make_scheduler()
     request = make_request(range(3), max_tokens=1)
