@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from compspec.config import EngineConfig, load_config
+from compspec.config import EngineConfig, load_config, make_config
 from compspec.errors import (
     CapacityError,
     CompspecError,
@@ -35,6 +35,7 @@ __all__ = [
     "SamplingParams",
     "UnsupportedError",
     "load_config",
+    "make_config",
 ]
 
 

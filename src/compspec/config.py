@@ -100,6 +100,11 @@ class NumericsSection(Section):
     decode_width: Annotated[int, Field(ge=2, le=256)] = Field(
         8, description="exact: query rows per request in every decode step"
     )
+    plain_width: Annotated[int, Field(ge=1, le=256)] | None = Field(
+        2,
+        description="exact: query rows per request of a step in which nothing is drafted, where the self-test finds "
+        "them bit-equal to those of decode_width; null: always decode_width",
+    )
     prefill_chunk: Annotated[int, Field(ge=16)] = Field(256, description="tokens per prefill step")
     self_test: Literal["error", "warn", "off"] = Field(
         "error",
@@ -142,6 +147,11 @@ class EngineConfig(Section):
             raise ValueError(
                 f"speculative.num_draft_tokens is {drafts} but numerics: exact verifies at most decode_width - 1 = "
                 f"{numerics.decode_width - 1} drafts; lower it, or raise numerics.decode_width"
+            )
+        if numerics.plain_width is not None and numerics.plain_width > numerics.decode_width:
+            raise ValueError(
+                f"numerics.plain_width = {numerics.plain_width} is more than numerics.decode_width = "
+                f"{numerics.decode_width}; steps without drafts are never wider"
             )
         widest = scheduler.max_num_seqs * self.query_len
         if widest > scheduler.max_batched_tokens:

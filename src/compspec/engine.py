@@ -17,7 +17,7 @@ from compspec.proposers.proposer import Proposer, check_drafts, make_proposer
 from compspec.request import FinishReason, Request, TokenDelta
 from compspec.runner import compiled
 from compspec.runner.model_runner import ModelRunner, Progress
-from compspec.runner.self_test import cached_self_test
+from compspec.runner.self_test import SelfTestResult, StoredSelfTest, run_self_test
 from compspec.sampling.metadata import MetadataState
 from compspec.sampling.noise import GumbelNoise
 from compspec.sampling.params import SamplingParams
@@ -210,44 +210,48 @@ class Engine:
     def _start(self, progress: Progress | None) -> None:
         """Compiles, warms up and tests; afterwards nothing compiles."""
         watch = compiled.Stopwatch()
+        buckets = self.runner.buckets
+        exact, policy = self.config.numerics.mode == "exact", self.config.numerics.self_test
+        parts = [self.loaded.fingerprint, str(self.config.compile.mode)]
+        stored = StoredSelfTest(self.runner, parts, self.config.cache_path / "self_test")
+        known = stored.load() if exact and policy != "off" else None
+        if exact and policy == "off":
+            buckets.restrict_decode([buckets.widest_decode])
+        elif known is not None:
+            self._keep_exact_buckets(known)
         self.runner.warm_up(progress)
-        if self.config.numerics.mode == "exact":
-            self._prove_exactness(progress)
+        if exact and policy != "off" and known is None:
+            tested = compiled.Stopwatch()
+            result = run_self_test(self.runner)
+            if progress is not None:
+                progress("self-test", tested.seconds)
+            stored.store(result)
+            self._keep_exact_buckets(result)
         self._warm_up_noise()
-        self.stats.num_compiled_buckets = len(self.runner.buckets.all) if self.config.compile.mode != "none" else 0
+        self.stats.num_compiled_buckets = len(buckets.all) if self.config.compile.mode != "none" else 0
         self.stats.compile_s = watch.seconds
         self._compiled_at_start = compiled.num_compilations()
         self.runner.num_unready_runs = 0
 
-    def _prove_exactness(self, progress: Progress | None) -> None:
+    def _keep_exact_buckets(self, result: SelfTestResult) -> None:
         """Keeps the decode buckets that the self-test found bit-equal.
 
         Raises:
             NumericsError: rows depend on their neighbours, and `numerics.self_test` is `error`.
         """
-        policy = self.config.numerics.self_test
-        if policy == "off":
-            largest = max(self.runner.buckets.decode, key=lambda bucket: bucket.num_tokens)
-            self.runner.buckets.restrict_decode([largest])
-            return
-        watch = compiled.Stopwatch()
-        parts = [self.loaded.fingerprint, str(self.config.compile.mode), str(self.loaded.adapter.dtype)]
-        result = cached_self_test(self.runner, parts, self.config.cache_path / "self_test")
-        if progress is not None:
-            progress("self-test", watch.seconds)
         if result.dependent:
             names = ", ".join(map(str, result.dependent))
             message = (
                 f"numerics: exact does not hold on this machine with this model: in bucket {names} a row's bits depend "
                 "on its place or its neighbours; use numerics: fast, another dtype, or numerics.self_test: warn"
             )
-            if policy == "error":
+            if self.config.numerics.self_test == "error":
                 raise NumericsError(message)
             logger.warning(message)
         if result.different:
             names = ", ".join(map(str, result.different))
-            logger.warning("not used, because their bits differ from the largest bucket's: %s", names)
-        self.runner.buckets.restrict_decode([*result.equal, *result.dependent] or list(result.different))
+            logger.info("not used, because their bits differ from the largest bucket's: %s", names)
+        self.runner.buckets.restrict_decode([*result.equal, *result.dependent])
 
     def _warm_up_noise(self) -> None:
         # Two tensors: one given twice would be a graph of its own.

@@ -23,17 +23,17 @@ def _batch_sizes(config: EngineConfig) -> list[int]:
 class Buckets:
     """All shapes of one engine, and which of them a step takes.
 
-    Exact numerics have one decode width; a prompt's chunks, the padding of the last one included, are a
-    function of the prompt's length. Fast numerics add a decode shape of one row, and its widest has K + 1.
+    Exact numerics decode at `decode_width`, and at `plain_width` where nothing is drafted and the self-test
+    finds the two bit-equal; a prompt's chunks, the padding of the last one included, are a function of the
+    prompt's length. Fast numerics decode at 1 and at K + 1 rows.
     """
 
     def __init__(self, config: EngineConfig) -> None:
         """Raises:
         ConfigError: a bucket larger than `max_num_seqs`.
         """
-        widths = [config.query_len]
-        if config.numerics.mode == "fast" and config.query_len > 1:
-            widths.insert(0, 1)
+        narrow = 1 if config.numerics.mode == "fast" else config.numerics.plain_width or config.query_len
+        widths = sorted({narrow, config.query_len})
         chunk = config.numerics.prefill_chunk
         tails = [chunk // 4, chunk] if chunk >= 64 else [chunk]
         self.decode = [
@@ -47,6 +47,11 @@ class Buckets:
     def all(self) -> list[Bucket]:
         """Every bucket, the largest first: a graph pool grows once."""
         return sorted(self.decode + self.prefill, key=lambda bucket: -bucket.num_tokens)
+
+    @property
+    def widest_decode(self) -> Bucket:
+        """The bucket that holds any decode step."""
+        return max(self.decode, key=lambda bucket: bucket.num_tokens)
 
     def select(self, num_requests: int, num_rows: int, *, is_prefill: bool) -> Bucket:
         """The smallest bucket that holds `num_requests` requests of up to `num_rows` rows."""

@@ -48,10 +48,12 @@ def run_self_test(runner: ModelRunner) -> SelfTestResult:
     equal: list[Bucket] = []
     different: list[Bucket] = []
     dependent: list[Bucket] = []
+    widest = max(bucket.query_len for bucket in runner.buckets.decode)
+    contexts = _contexts(runner, widest)
     for bucket in sorted(runner.buckets.decode, key=lambda b: -b.num_tokens):
         agrees = independent = True
-        for context in _contexts(runner, bucket):
-            probe = _Probe(runner, bucket, context)
+        for context in contexts:
+            probe = _Probe(runner, bucket, context, widest, contexts)
             one_by_one = probe.one_by_one()
             independent &= all(torch.equal(rows, one_by_one) for rows in probe.variations())
             agrees &= torch.equal(one_by_one, reference.setdefault(context, one_by_one))
@@ -59,24 +61,28 @@ def run_self_test(runner: ModelRunner) -> SelfTestResult:
     return SelfTestResult(equal=tuple(equal), different=tuple(different), dependent=tuple(dependent))
 
 
-def _contexts(runner: ModelRunner, bucket: Bucket) -> list[int]:
+def _contexts(runner: ModelRunner, num_rows: int) -> list[int]:
     """Context lengths at which probe and neighbours fit the cache and the block tables."""
     usable = min((runner.num_blocks - 1) // 2, runner.max_blocks) * runner.block_size
-    fitting = [context for context in _CONTEXTS if context + 2 * bucket.query_len <= usable]
+    fitting = [context for context in _CONTEXTS if context + num_rows <= usable]
     return fitting or [0]
 
 
 class _Probe:
-    """Decodes the same few tokens of one request in many ways; the logits must never change."""
+    """Decodes the same N tokens of one request in many ways; the logits [N, V] must never change."""
 
-    def __init__(self, runner: ModelRunner, bucket: Bucket, context: int) -> None:
+    def __init__(
+        self, runner: ModelRunner, bucket: Bucket, context: int, num_rows: int, contexts: Sequence[int]
+    ) -> None:
         self._runner = runner
         self._bucket = bucket
         self._width = bucket.query_len
+        self._num_rows = num_rows
         self._context = context
         generator = torch.Generator().manual_seed(20_24)
         vocab_size = runner.adapter.vocab_size
-        length = context + 2 * self._width
+        self._starts = (0, *contexts)
+        length = max(self._starts) + num_rows
         self._tokens = torch.randint(0, vocab_size, (length,), generator=generator).tolist()
         self._other = torch.randint(0, vocab_size, (length,), generator=generator).tolist()
         half = (runner.num_blocks - 1) // 2
@@ -85,12 +91,13 @@ class _Probe:
         self._fill(self._tokens, self._blocks)
 
     def one_by_one(self) -> Tensor:
-        """Plain decoding: one real row per step, alone. [W, V]"""
-        return torch.cat([self._rows(self._context + row, 1) for row in range(self._width)])
+        """Plain decoding: one real row per step, alone."""
+        return torch.cat([self._rows(self._context + row, 1) for row in range(self._num_rows)])
 
     def variations(self) -> list[Tensor]:
-        """The same rows in windows of several sizes, at other places, beside other requests; each [W, V]."""
-        found = [self._windows(stride) for stride in sorted({self._width, self._width // 2, 3} - {0})]
+        """The same rows in windows of several sizes, at other places, beside other requests."""
+        strides = {self._width, max(1, self._width // 2), min(3, self._width)}
+        found = [self._windows(stride) for stride in sorted(strides)]
         place = self._bucket.num_requests - 1
         if place:
             found.append(self._windows(self._width, place=place))
@@ -99,8 +106,8 @@ class _Probe:
 
     def _windows(self, stride: int, place: int = 0, alone: bool = False) -> Tensor:
         parts = []
-        for first in range(0, self._width, stride):
-            count = min(stride, self._width - first)
+        for first in range(0, self._num_rows, stride):
+            count = min(stride, self._num_rows - first)
             parts.append(self._rows(self._context + first, count, place, beside=not alone))
         return torch.cat(parts)
 
@@ -115,7 +122,7 @@ class _Probe:
     def _neighbour(self, index: int) -> Query:
         """Another request: other tokens, length and row count; all of them share blocks, which is harmless."""
         count = index % self._width + 1
-        start = self._context * (index % 2)
+        start = self._starts[(index + 1) % len(self._starts)]
         return Query(token_ids=self._other[start : start + count], start=start, block_ids=self._other_blocks)
 
     def _fill(self, tokens: Sequence[int], blocks: Sequence[int]) -> None:
@@ -126,35 +133,44 @@ class _Probe:
             self._runner.run(bucket, [Query(token_ids=part, start=start, block_ids=blocks)])
 
 
-def cached_self_test(runner: ModelRunner, key_parts: Sequence[str], folder: Path) -> SelfTestResult:
-    """Runs the self-test, or reads what an earlier run found for the same model, versions and machine."""
-    buckets = runner.buckets.decode
-    parts = [
-        str(_VERSION),
-        torch.__version__,
-        *_machine(runner.adapter.device),
-        *key_parts,
-        *map(str, buckets),
-    ]
-    path = folder / f"{hashlib.sha256('|'.join(parts).encode()).hexdigest()[:32]}.json"
-    by_name = {str(bucket): bucket for bucket in buckets}
-    try:
-        stored = json.loads(path.read_text(encoding="utf-8"))
-        return SelfTestResult(**{name: tuple(by_name[text] for text in texts) for name, texts in stored.items()})
-    except FileNotFoundError:
-        pass
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        logger.warning("ignoring unreadable self-test result %s: %s", path, error)
-    result = run_self_test(runner)
-    found = {name: [str(b) for b in getattr(result, name)] for name in ("equal", "different", "dependent")}
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(f".{os.getpid()}.tmp")
-        partial.write_text(json.dumps(found), encoding="utf-8")
-        os.replace(partial, path)
-    except OSError as error:
-        logger.warning("cannot store the self-test result in %s: %s", folder, error)
-    return result
+class StoredSelfTest:
+    """The result for one model, set of versions and machine, kept in a file.
+
+    Args:
+        runner: whose buckets the result is about.
+        key_parts: what else decides the bits: the model's fingerprint, the compile mode.
+        folder: where results are kept.
+    """
+
+    def __init__(self, runner: ModelRunner, key_parts: Sequence[str], folder: Path) -> None:
+        self._buckets = {str(bucket): bucket for bucket in runner.buckets.decode}
+        machine = _machine(runner.adapter.device)
+        parts = [str(_VERSION), torch.__version__, *machine, *key_parts, str(runner.block_size), *self._buckets]
+        self._path = folder / f"{hashlib.sha256('|'.join(parts).encode()).hexdigest()[:32]}.json"
+
+    def load(self) -> SelfTestResult | None:
+        """What an earlier start found, or None."""
+        try:
+            stored = json.loads(self._path.read_text(encoding="utf-8"))
+            return SelfTestResult(
+                **{name: tuple(map(self._buckets.__getitem__, found)) for name, found in stored.items()}
+            )
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            logger.warning("ignoring unreadable self-test result %s: %s", self._path, error)
+            return None
+
+    def store(self, result: SelfTestResult) -> None:
+        """Keeps a result; a folder that cannot be written is a warning."""
+        found = {name: [str(b) for b in getattr(result, name)] for name in ("equal", "different", "dependent")}
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            partial = self._path.with_suffix(f".{os.getpid()}.tmp")
+            partial.write_text(json.dumps(found), encoding="utf-8")
+            os.replace(partial, self._path)
+        except OSError as error:
+            logger.warning("cannot store the self-test result in %s: %s", self._path.parent, error)
 
 
 def _machine(device: torch.device) -> list[str]:

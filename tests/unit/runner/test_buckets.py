@@ -19,17 +19,20 @@ def shapes(buckets: list[Bucket]) -> list[tuple[int, int]]:
     return sorted((bucket.num_requests, bucket.query_len) for bucket in buckets)
 
 
-def test_exact_numerics_have_one_decode_width_with_or_without_drafts() -> None:
+def test_exact_numerics_have_the_same_widths_with_and_without_drafts() -> None:
     for method in ("none", "ngram"):
-        buckets = Buckets(config_of(speculative__method=method, numerics__decode_width=6, scheduler__max_num_seqs=5))
-        assert shapes(buckets.decode) == [(1, 6), (4, 6), (5, 6)]
+        base = {"speculative__method": method, "numerics__decode_width": 6, "scheduler__max_num_seqs": 5}
+        assert shapes(Buckets(config_of(**base)).decode) == [(1, 2), (1, 6), (4, 2), (4, 6), (5, 2), (5, 6)]
+        one = Buckets(config_of(**base, numerics__plain_width=None))
+        assert shapes(one.decode) == [(1, 6), (4, 6), (5, 6)]
+        assert one.widest_decode == Bucket(num_requests=5, query_len=6, num_logits=6)
 
 
 @pytest.mark.parametrize(
     ("max_num_seqs", "sizes"), [(1, [1]), (2, [1, 2]), (4, [1, 4]), (16, [1, 4, 16]), (17, [1, 4, 16, 17])]
 )
 def test_batch_sizes_are_powers_of_four_and_the_widest(max_num_seqs: int, sizes: list[int]) -> None:
-    buckets = Buckets(config_of(scheduler__max_num_seqs=max_num_seqs))
+    buckets = Buckets(config_of(scheduler__max_num_seqs=max_num_seqs, numerics__plain_width=None))
     assert [bucket.num_requests for bucket in sorted(buckets.decode)] == sizes
 
 

