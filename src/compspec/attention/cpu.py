@@ -18,7 +18,7 @@ _I = ctypes.c_int64
 _F = ctypes.c_float
 # q, k_cache, v_cache, block_table, seq_lens, query_positions, out; R, Q, Hq, Hkv, D, B, block_size, window;
 # scale, softcap; threads
-_ARGUMENTS = (*[_P] * 7, *[_I] * 8, _F, _F, ctypes.c_int)
+_ARGUMENTS = (_P, _P, _P, _P, _P, _P, _P, _I, _I, _I, _I, _I, _I, _I, _I, _F, _F, ctypes.c_int)
 _SYMBOLS = {torch.bfloat16: "compspec_attention_bf16", torch.float32: "compspec_attention_fp32"}
 
 
