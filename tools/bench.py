@@ -4,8 +4,9 @@
     python tools/bench.py -c configs/bench.yaml --spec-bench question.jsonl --transformers --json result.json
 
 --spec-bench takes question.jsonl of github.com/hemingkx/Spec-Bench and runs 12 of its first turns through the chat
-template. The table goes to standard error, the JSON to standard output and to --json. Greedy decoding. Prompts run one at a time unless --concurrent is given. Every engine is warmed up first. Rounds are interleaved and
-alternate in order; medians are over rounds. Decode speed leaves the prompt and the first token out, on all sides.
+template. Decoding is greedy. Prompts run one at a time unless --concurrent is given. Every engine is warmed up first;
+rounds are interleaved and alternate in order, medians are over rounds. Decode speed leaves the prompt and the first
+step out, on all sides. The table goes to standard error, the JSON to standard output and to --json.
 """
 
 import argparse
@@ -26,7 +27,6 @@ from rich.table import Table
 from compspec import LLM, CompspecError, SamplingParams, load_config
 from compspec.config import parse_overrides
 from compspec.jsonl import read_prompts
-
 
 # Writing, coding, summarisation, extraction and retrieval: from where drafts never fit to where they fit best.
 SPEC_BENCH_IDS = (81, 121, 122, 131, 161, 241, 242, 243, 321, 401, 481, 482)

@@ -16,7 +16,7 @@ from compspec.request import FinishReason
 from compspec.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
-    from compspec.llm import LLM, Chunk, RequestOutput
+    from compspec.llm import LLM, Chunk, RequestOutput, Stream
 
 __version__ = "0.1.0"
 
@@ -33,6 +33,7 @@ __all__ = [
     "RequestError",
     "RequestOutput",
     "SamplingParams",
+    "Stream",
     "UnsupportedError",
     "load_config",
     "make_config",
@@ -41,7 +42,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     # torch and transformers take seconds to import; the command's --help does without them.
-    if name in ("LLM", "Chunk", "RequestOutput"):
+    if name in ("LLM", "Chunk", "RequestOutput", "Stream"):
         import compspec.llm
 
         return getattr(compspec.llm, name)

@@ -3,7 +3,7 @@
 import json
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from compspec.errors import CompspecError, ConfigError
+from compspec.errors import CompspecError, ConfigError, RequestError
 
 # torch and transformers take seconds to import; `--help` and `config schema` do without them.
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def main() -> None:
     """Entry point: errors of compspec are one line and exit code 2."""
     try:
         app()
-    except CompspecError as error:
+    except (CompspecError, OSError) as error:  # what is left of OSError is the terminal's: a full disk, a closed pipe
         _err.print(f"[bold red]error:[/] {_escape(str(error))}", soft_wrap=True, highlight=False)
         sys.exit(EXIT_ERROR)
 
@@ -120,45 +120,74 @@ def _generate_one(config: "EngineConfig", text: str, use_chat: bool, check: bool
         sys.stdout.flush()
     sys.stdout.write("\n\n")
     sys.stdout.flush()
-    _print_statistics(llm, config)
-    if check:
-        _check(llm, [prompt], [params], [token_ids])
+    _print_statistics(llm)
+    _conclude(llm, check, [prompt], [params], [token_ids])
 
 
 def _generate_batch(config: "EngineConfig", prompts: Path, output: Path | None, use_chat: bool, check: bool) -> None:
-    from compspec.jsonl import ResultFile, read_prompts, result_record
+    from compspec.jsonl import ResultFile, read_prompts, request_key, result_record
 
     lines = read_prompts(prompts)
-    params = [_seeded(line.sampling(config.sampling)) for line in lines]
-    file = ResultFile(output) if output is not None else None
-    todo = [index for index, line in enumerate(lines) if file is None or line.id not in file.finished]
-    skipped = len(lines) - len(todo)
-    if skipped:
-        _err.print(f"{skipped} of {len(lines)} prompts are finished in {output}; doing the other {len(todo)}")
+    asked = [line.sampling(config.sampling) for line in lines]
+    keys = [request_key(line, params, config, use_chat) for line, params in zip(lines, asked, strict=True)]
+    names = [line.id for line in lines]
+    file = ResultFile(output, dict(zip(names, keys, strict=True))) if output is not None else None
+    todo = [index for index, name in enumerate(names) if file is None or name not in file.finished]
+    if len(todo) < len(lines):
+        done = f"{len(lines) - len(todo)} of {len(lines)} prompts are finished in {output} and not done again"
+        _err.print(done + (", nor checked" if check else ""), markup=False, soft_wrap=True)
     if not todo:
         return
     llm = _start(config)
-    encoded = [_encode_line(llm, lines[index], use_chat) for index in todo]
-    chosen = [params[index] for index in todo]
+    chosen = [_seeded(asked[index]) for index in todo]
+    encoded = [_encode_line(llm, lines[index], asked[index], use_chat) for index in todo]
     with _progress_bar(len(todo)) as advance:
 
         def finished(index: int, result: "RequestOutput") -> None:
-            record = result_record(lines[todo[index]], result)
+            record = result_record(lines[todo[index]], keys[todo[index]], result)
             if file is not None:
                 file.write(record)
             else:
-                print(json.dumps(record, ensure_ascii=False))
+                print(json.dumps(record, ensure_ascii=False), flush=True)
             advance()
 
         outputs = llm.generate(encoded, chosen, on_finish=finished)
     if file is not None:
         file.close()
-    _print_statistics(llm, config)
+    _print_statistics(llm)
+    _conclude(llm, check, encoded, chosen, [result.token_ids for result in outputs])
+
+
+def _conclude(
+    llm: "LLM",
+    check: bool,
+    prompts: "Sequence[Prompt]",
+    params: "Sequence[SamplingParams]",
+    speculative: Sequence[list[int]],
+) -> None:
+    """The line that says how the output stands to that without speculation; with `check`, after comparing them."""
+    numerics = llm.config.numerics
     if check:
-        _check(llm, encoded, chosen, [result.token_ids for result in outputs])
+        _check(llm, prompts, params, speculative)
+    elif numerics.mode == "exact" and numerics.self_test == "error":
+        _err.print("output: the same, token for token, as without speculation (numerics: exact)", highlight=False)
+    elif numerics.mode == "exact":
+        _err.print(
+            f"output: not proved to be the same as without speculation (numerics.self_test: {numerics.self_test})",
+            highlight=False,
+        )
+    else:
+        _err.print(
+            "output: the same as without speculation up to floating-point near-ties (numerics: fast)", highlight=False
+        )
 
 
-def _check(llm: "LLM", prompts: "list[Prompt]", params: "list[SamplingParams]", speculative: list[list[int]]) -> None:
+def _check(
+    llm: "LLM",
+    prompts: "Sequence[Prompt]",
+    params: "Sequence[SamplingParams]",
+    speculative: Sequence[list[int]],
+) -> None:
     """Generates again without drafts and compares; exits with 1 at a difference."""
     plain_params = [each.model_copy(update={"speculative": False}) for each in params]
     plain = [result.token_ids for result in llm.generate(prompts, plain_params)]
@@ -186,9 +215,9 @@ def _start(config: "EngineConfig") -> "LLM":
     from compspec.llm import LLM
 
     def tell(name: str, seconds: float) -> None:
-        _err.print(f"[dim]  {name}: {seconds:.1f} s[/]", highlight=False)
+        _err.print(f"  {name}: {seconds:.1f} s", style="dim", highlight=False, markup=False)
 
-    _err.print(f"[dim]starting {config.model.source}[/]", highlight=False, soft_wrap=True)
+    _err.print(f"starting {config.model.source}", style="dim", highlight=False, markup=False, soft_wrap=True)
     return LLM(config, progress=tell)
 
 
@@ -201,20 +230,26 @@ def _seeded(params: "SamplingParams") -> "SamplingParams":
     return params.model_copy(update={"seed": secrets.randbits(62)})
 
 
-def _encode(llm: "LLM", text: str, use_chat: bool) -> "Prompt":
+def _encode(llm: "LLM", text: str, use_chat: bool) -> list[int]:
     return llm.chat_token_ids([{"role": "user", "content": text}]) if use_chat else llm.encode(text)
 
 
-def _encode_line(llm: "LLM", line: "PromptLine", use_chat: bool) -> "Prompt":
-    if line.prompt_token_ids is not None:
-        return line.prompt_token_ids
-    if line.messages is not None:
-        return llm.chat_token_ids(line.messages)
-    assert line.prompt is not None
-    return _encode(llm, line.prompt, use_chat)
+def _encode_line(llm: "LLM", line: "PromptLine", params: "SamplingParams", use_chat: bool) -> list[int]:
+    """The token ids of a line of a prompt file; what is wrong with it is said with its id."""
+    try:
+        if line.prompt_token_ids is not None:
+            token_ids = line.prompt_token_ids
+        elif line.messages is not None:
+            token_ids = llm.chat_token_ids(line.messages)
+        else:
+            assert line.prompt is not None
+            token_ids = _encode(llm, line.prompt, use_chat)
+        return llm.engine.check_request(token_ids, params)
+    except RequestError as error:
+        raise RequestError(f"prompt '{line.id}': {error}") from None
 
 
-def _print_statistics(llm: "LLM", config: "EngineConfig") -> None:
+def _print_statistics(llm: "LLM") -> None:
     from rich.table import Table
 
     stats = llm.stats
@@ -230,13 +265,6 @@ def _print_statistics(llm: "LLM", config: "EngineConfig") -> None:
     table.add_row("start-up", f"{stats.compile_s:.1f} s for {stats.num_compiled_buckets} compiled buckets")
     table.add_row("after start-up", f"{stats.num_recompilations} recompilations, {stats.num_eager_steps} eager steps")
     _err.print(table)
-    if config.numerics.mode == "exact":
-        _err.print("output: the same, token for token, as without speculation (numerics: exact)", highlight=False)
-    else:
-        _err.print(
-            "output: the same as without speculation up to floating-point near-ties (numerics: fast)",
-            highlight=False,
-        )
 
 
 @contextmanager

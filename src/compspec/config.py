@@ -100,9 +100,9 @@ class NumericsSection(Section):
     decode_width: Annotated[int, Field(ge=2, le=256)] = Field(
         8, description="exact: query rows per request in every decode step"
     )
-    plain_width: Annotated[int, Field(ge=1, le=256)] | None = Field(
+    plain_width: Annotated[int, Field(ge=2, le=256)] | None = Field(
         2,
-        description="exact: query rows per request of a step in which nothing is drafted, where the self-test finds "
+        description="exact: query rows per request of a step that needs no more of them, where the self-test finds "
         "them bit-equal to those of decode_width; null: always decode_width",
     )
     prefill_chunk: Annotated[int, Field(ge=16)] = Field(256, description="tokens per prefill step")
@@ -214,7 +214,9 @@ def make_config(data: dict[str, Any], overrides: dict[str, Any] | None = None) -
     Raises:
         ConfigError: an unknown key (the message lists the valid ones) or a wrong value.
     """
+    _check_keys(data)
     nested = _nest(overrides or {})
+    _check_keys(nested)
     merged = _merge(_without_other_methods_options(data, nested), nested)
     try:
         return EngineConfig.model_validate(merged)
@@ -270,6 +272,14 @@ def _nest(flat: dict[str, Any]) -> dict[str, Any]:
             value = value.model_dump()
         nested = _merge(nested, {head: value})
     return nested
+
+
+def _check_keys(data: dict[Any, Any]) -> None:
+    for key, value in data.items():
+        if not isinstance(key, str):
+            raise ConfigError(f"configuration keys are names, given: {key!r}")
+        if isinstance(value, dict):
+            _check_keys(value)
 
 
 def _without_other_methods_options(data: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:

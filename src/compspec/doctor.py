@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from compspec.config import default_cache_path
+from compspec.kernels.linear import has_native_bf16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +34,7 @@ def _versions() -> Finding:
 
 
 def _cpu() -> Finding:
-    native = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    native = has_native_bf16()
     value = f"{os.cpu_count()} CPUs, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}, "
     return Finding(name="cpu", value=value + ("bf16 instructions" if native else "no bf16 instructions"), good=True)
 
@@ -48,8 +49,7 @@ def _gpu() -> Finding:
 def _flashinfer() -> Finding:
     if importlib.util.find_spec("flashinfer") is None:
         return Finding(name="flashinfer", value='not installed (pip install "compspec[cuda]")', good=False)
-    version = importlib.metadata.version("flashinfer-python")
-    return Finding(name="flashinfer", value=f"{version}; installed, not used by this version of compspec", good=None)
+    return Finding(name="flashinfer", value="installed, not used by this version of compspec", good=None)
 
 
 def _compiler() -> Finding:

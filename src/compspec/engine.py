@@ -1,18 +1,20 @@
 """The engine: token ids in, token ids out. `Engine.step` is the whole algorithm."""
 
+import importlib.metadata
 import itertools
 import logging
+import operator
 import secrets
 import time
 from collections.abc import Sequence
 
 import torch
 
+from compspec import attention
 from compspec.batch import Batch, DraftTokens
 from compspec.config import EngineConfig
-from compspec.errors import NumericsError, RequestError, UnsupportedError
+from compspec.errors import ConfigError, NumericsError, RequestError
 from compspec.models.loader import LoadedModel, load_model
-from compspec.proposers.none import NoProposer
 from compspec.proposers.proposer import Proposer, check_drafts, make_proposer
 from compspec.request import FinishReason, Request, TokenDelta
 from compspec.runner import compiled
@@ -59,6 +61,9 @@ class Engine:
         self._proposer = proposer or make_proposer(
             speculative.method, speculative.options, speculative.num_draft_tokens
         )
+        self._max_draft_tokens = speculative.max_draft_tokens
+        if proposer is not None and self._max_draft_tokens == 0:
+            raise ConfigError("a proposer is given, but speculative.method is none; name the method it stands in for")
         loaded = loaded or load_model(config.model, config.cache_path)
         self.loaded = loaded
         adapter = loaded.adapter
@@ -71,7 +76,7 @@ class Engine:
             self.pool,
             max_num_seqs=config.scheduler.max_num_seqs,
             prefill_chunk=config.numerics.prefill_chunk,
-            max_draft_tokens=speculative.max_draft_tokens,
+            max_draft_tokens=self._max_draft_tokens,
             eos_token_ids=frozenset(adapter.eos_token_ids),
         )
         self._scorer: Scorer = MultiQueryScorer(self.runner)
@@ -101,11 +106,11 @@ class Engine:
             CapacityError: the request could never fit into the KV cache.
         """
         params = params or self.config.sampling
-        request_id = request_id if request_id is not None else str(next(self._numbers))
-        if request_id in self._requests:
+        if request_id is None:
+            request_id = next(name for name in map(str, self._numbers) if name not in self._requests)
+        elif request_id in self._requests:
             raise RequestError(f"request id '{request_id}' is in use")
-        prompt = self._checked_prompt(prompt_token_ids)
-        self._check_params(params)
+        prompt = self.check_request(prompt_token_ids, params)
         request = Request(
             request_id,
             prompt,
@@ -113,7 +118,7 @@ class Engine:
             seed=params.seed if params.seed is not None else secrets.randbits(63),
             max_tokens=min(params.max_tokens, self.max_model_len - len(prompt)),
         )
-        if isinstance(self._proposer, NoProposer):
+        if self._max_draft_tokens == 0:
             request.stats.speculation_off_because = "speculative.method is none"
         elif params.speculative is False:
             request.stats.speculation_off_because = "the request asked for none"
@@ -164,28 +169,30 @@ class Engine:
         check_drafts(batch, drafts, self.vocab_size)
         return drafts
 
-    def _checked_prompt(self, token_ids: Sequence[int]) -> list[int]:
-        prompt = [int(token) for token in token_ids]
+    def check_request(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> list[int]:
+        """Refuses a request that this engine cannot run; `add_request` does the same.
+
+        Returns:
+            The prompt as a list of plain integers.
+
+        Raises:
+            RequestError: as `add_request`.
+        """
+        try:
+            prompt = [operator.index(token) for token in prompt_token_ids]
+        except TypeError:
+            raise RequestError("a prompt of token ids must hold integers alone") from None
         if not prompt:
             raise RequestError("the prompt is empty; it must have at least one token")
         if len(prompt) >= self.max_model_len:
             raise RequestError(
                 f"the prompt has {len(prompt)} tokens; with room for one more the model takes {self.max_model_len}"
             )
-        if min(prompt) < 0 or max(prompt) >= self.vocab_size:
-            bad = next(token for token in prompt if not 0 <= token < self.vocab_size)
-            raise RequestError(f"token id {bad} is outside the vocabulary of {self.vocab_size}")
+        for what, tokens in (("token id", prompt), ("stop token id", params.stop_token_ids)):
+            bad = next((token for token in tokens if not 0 <= token < self.vocab_size), None)
+            if bad is not None:
+                raise RequestError(f"{what} {bad} is outside the vocabulary of {self.vocab_size}")
         return prompt
-
-    def _check_params(self, params: SamplingParams) -> None:
-        limit = self.config.speculative.num_draft_tokens
-        if params.speculative and params.speculative > limit:
-            raise UnsupportedError(
-                f"speculative = {params.speculative} is more than speculative.num_draft_tokens = {limit} of this engine"
-            )
-        for token in params.stop_token_ids:
-            if token >= self.vocab_size:
-                raise RequestError(f"stop token id {token} is outside the vocabulary of {self.vocab_size}")
 
     def _account(self, batch: Batch, deltas: list[TokenDelta], started: float, proposed: float, scored: float) -> None:
         stats = self.stats
@@ -200,7 +207,7 @@ class Engine:
             stats.prefill_s += ended - started
             stats.prefill_tokens += sum(entry.num_new_tokens for entry in batch.scheduled)
         stats.num_recompilations = compiled.num_compilations() - self._compiled_at_start
-        stats.num_eager_steps = self.runner.num_unready_runs
+        stats.num_eager_steps = self.runner.num_eager_runs
         for delta in deltas:
             if delta.finish_reason is not None:
                 request = delta.request
@@ -212,7 +219,9 @@ class Engine:
         watch = compiled.Stopwatch()
         buckets = self.runner.buckets
         exact, policy = self.config.numerics.mode == "exact", self.config.numerics.self_test
-        parts = [self.loaded.fingerprint, str(self.config.compile.mode)]
+        adapter = self.loaded.adapter
+        code = attention.implementation(adapter.device, adapter.dtype)
+        parts = [self.loaded.fingerprint, self.config.compile.mode, code, importlib.metadata.version("compspec")]
         stored = StoredSelfTest(self.runner, parts, self.config.cache_path / "self_test")
         known = stored.load() if exact and policy != "off" else None
         if exact and policy == "off":
@@ -231,7 +240,7 @@ class Engine:
         self.stats.num_compiled_buckets = len(buckets.all) if self.config.compile.mode != "none" else 0
         self.stats.compile_s = watch.seconds
         self._compiled_at_start = compiled.num_compilations()
-        self.runner.num_unready_runs = 0
+        self.runner.num_eager_runs = 0
 
     def _keep_exact_buckets(self, result: SelfTestResult) -> None:
         """Keeps the decode buckets that the self-test found bit-equal.

@@ -1,5 +1,7 @@
 """Prompt files in, result files out, line by line; a result file survives a kill at any moment."""
 
+import fcntl
+import hashlib
 import json
 import os
 import stat
@@ -9,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from compspec.config import EngineConfig
 from compspec.errors import CompspecError, RequestError
 from compspec.llm import RequestOutput
 from compspec.sampling.params import SamplingParams
@@ -110,17 +113,21 @@ def _prompt_line(raw: str, number: int, path: Path) -> PromptLine:
 class ResultFile:
     """Appends one JSON line per finished prompt. Lines of an earlier, killed run are kept and not done again.
 
-    A last line that the kill left incomplete is cut off when the file is opened.
+    A last line that the kill left incomplete is cut off when the file is opened. While it is open, no other
+    process can open it.
 
     Args:
         path: the file; made if it is not there.
+        keys: what each prompt id stands for (see `request_key`); a stored result of another prompt, model or
+            parameters under the same id is refused.
 
     Raises:
         OutputError: it cannot be opened, or holds something else than results.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, keys: Mapping[str, str]) -> None:
         self.path = path
+        self._keys = keys
         self.finished: set[str] = set()
         try:
             # Unbuffered: a failed write leaves nothing behind that a later one could bring into the file.
@@ -128,7 +135,10 @@ class ResultFile:
             # A pipe or a device holds no earlier results, and reading one may never end.
             self._is_regular = stat.S_ISREG(os.fstat(self._file.fileno()).st_mode)
             if self._is_regular:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 self._recover()
+        except BlockingIOError:
+            raise OutputError(f"output file '{path}' is being written by another process") from None
         except OSError as error:
             raise OutputError(f"cannot write output file '{path}': {error.strerror}") from None
 
@@ -172,7 +182,13 @@ class ResultFile:
                 record = _parse(raw)
                 if not _is_result(record):
                     raise self._foreign()
-                self.finished.add(str(record["id"]))
+                name = str(record["id"])
+                if record["key"] != self._keys.get(name, record["key"]):
+                    raise OutputError(
+                        f"'{self.path}' holds a result for prompt '{name}' that was made from another prompt, model or "
+                        "parameters; choose another output file"
+                    )
+                self.finished.add(name)
                 good += len(raw)
         os.truncate(self.path, good)
 
@@ -189,7 +205,7 @@ def _parse(raw: bytes) -> Any:
 
 
 def _is_result(record: Any) -> bool:
-    return isinstance(record, dict) and {"id", "token_ids", "finish_reason"} <= record.keys()
+    return isinstance(record, dict) and {"id", "key", "token_ids", "finish_reason"} <= record.keys()
 
 
 def _may_be_cut_result(raw: bytes) -> bool:
@@ -199,11 +215,20 @@ def _may_be_cut_result(raw: bytes) -> bool:
     return raw[: len(start)] == start[: len(raw)] and (record is None or _is_result(record))
 
 
-def result_record(line: PromptLine, output: RequestOutput) -> dict[str, Any]:
+def request_key(line: PromptLine, params: SamplingParams, config: EngineConfig, chat: bool) -> str:
+    """Identifies all that the output of a prompt depends on. Speculation is not among it."""
+    sampling = params.model_dump(exclude={"speculative"})
+    parts = [line.prompt, line.messages, line.prompt_token_ids, chat, sampling]
+    parts += [config.model.model_dump(), config.numerics.model_dump()]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def result_record(line: PromptLine, key: str, output: RequestOutput) -> dict[str, Any]:
     """The JSON line of a finished prompt."""
     stats = {**asdict(output.stats), "acceptance_length": output.stats.acceptance_length}
     return {
         "id": line.id,
+        "key": key,
         "text": output.text,
         "token_ids": output.token_ids,
         "finish_reason": str(output.finish_reason),

@@ -1,7 +1,9 @@
 """Text in, text out: the engine with a tokenizer around it."""
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +79,7 @@ class LLM:
         self.config = resolved
         self.engine = Engine(resolved, progress=progress)
         self.tokenizer: Any = self.engine.loaded.tokenizer
+        self._jobs: dict[str, _Job] = {}
 
     @classmethod
     def from_yaml(cls, path: str | Path, *, progress: Progress | None = None, **overrides: Any) -> "LLM":
@@ -109,19 +112,14 @@ class LLM:
             RequestError, CapacityError: a prompt or parameter is wrong; then none of them runs.
         """
         listed = self._prompts(prompts)
-        each = self._params(params, len(listed))
-        jobs = self._submit(listed, each)
-        index_of = {job.request.request_id: index for index, job in enumerate(jobs)}
+        jobs = self._submit(listed, self._params(params, len(listed)))
         outputs: dict[int, RequestOutput] = {}
         try:
             while len(outputs) < len(jobs):
-                for delta in self.engine.step():
-                    index = index_of.get(delta.request.request_id)
-                    if index is None:
-                        continue
-                    jobs[index].take(delta)
-                    if delta.finish_reason is not None:
-                        outputs[index] = jobs[index].output()
+                self._step()
+                for index, job in enumerate(jobs):
+                    if index not in outputs and job.request.finish_reason is not None:
+                        outputs[index] = job.output()
                         if on_finish is not None:
                             on_finish(index, outputs[index])
         finally:
@@ -142,13 +140,14 @@ class LLM:
         listed: Any = [conversations] if single else conversations
         return self.generate([self.chat_token_ids(messages) for messages in listed], params)
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Chunk]:
-        """Generates for one prompt and yields each step's part; closing the iterator aborts the request.
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> "Stream":
+        """Generates for one prompt and yields each step's part; closing the stream aborts the request.
 
-        The request is submitted when this is called, so a wrong one raises here.
+        The request is submitted when this is called, so a wrong one raises here. Several streams, and calls of
+        `generate` beside them, run in the same batch.
         """
         (job,) = self._submit(self._prompts([prompt]), self._params(params, 1))
-        return self._chunks(job)
+        return Stream(job, self._step, lambda: self._abort([job]))
 
     def chat_token_ids(self, messages: Conversation) -> list[int]:
         """The token ids of a conversation, ready for the assistant's turn.
@@ -166,28 +165,21 @@ class LLM:
         ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
 
-    def _chunks(self, job: "_Job") -> Iterator[Chunk]:
-        try:
-            while True:
-                for delta in self.engine.step():
-                    if delta.request is not job.request:
-                        continue
-                    text = job.take(delta)
-                    yield Chunk(
-                        text=text,
-                        token_ids=list(delta.token_ids),
-                        finish_reason=delta.finish_reason,
-                        stats=delta.request.stats,
-                    )
-                    if delta.finish_reason is not None:
-                        return
-        finally:
-            self._abort([job])
+    def _step(self) -> None:
+        """Runs one step and hands every delta to its job, whoever waits for it."""
+        for delta in self.engine.step():
+            job = self._jobs.get(delta.request.request_id)
+            if job is None:
+                continue  # submitted to the engine directly
+            job.take(delta)
+            if delta.finish_reason is not None:
+                del self._jobs[delta.request.request_id]
 
     def _abort(self, jobs: Sequence["_Job"]) -> None:
         for job in jobs:
             if job.request.finish_reason is None:
                 self.engine.abort(job.request.request_id)
+                self._jobs.pop(job.request.request_id, None)
 
     def _submit(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list["_Job"]:
         """Queues all, or none if one is refused."""
@@ -195,8 +187,10 @@ class LLM:
         try:
             for prompt, each in zip(prompts, params, strict=True):
                 text = prompt if isinstance(prompt, str) else None
-                token_ids = list(prompt) if not isinstance(prompt, str) else self.encode(prompt)
-                jobs.append(_Job(self.engine.add_request(token_ids, each), text, self.tokenizer))
+                token_ids = prompt if not isinstance(prompt, str) else self.encode(prompt)
+                job = _Job(self.engine.add_request(token_ids, each), text, self.tokenizer)
+                jobs.append(job)
+                self._jobs[job.request.request_id] = job
         except Exception:
             self._abort(jobs)
             raise
@@ -210,15 +204,18 @@ class LLM:
         """
         if self.tokenizer is None:
             raise UnsupportedError("this model has no tokenizer; give prompts as lists of token ids")
-        ids: list[int] = self.tokenizer(prompt)["input_ids"]
+        try:
+            ids: list[int] = self.tokenizer(prompt)["input_ids"]
+        except (TypeError, ValueError, UnicodeError) as error:  # a lone surrogate, for one
+            raise RequestError(f"the tokenizer refused the prompt: {error}") from None
         return ids
 
     def _prompts(self, prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         if isinstance(prompts, str):
             return [prompts]
-        if prompts and all(isinstance(item, int) for item in prompts):
-            return [prompts]  # type: ignore[list-item]  # one prompt of token ids
-        return list(prompts)  # type: ignore[arg-type]
+        listed: list[Any] = list(prompts)
+        one_prompt_of_ids = bool(listed) and all(isinstance(item, Integral) for item in listed)
+        return [listed] if one_prompt_of_ids else listed
 
     def _params(self, params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
         if params is None:
@@ -230,6 +227,36 @@ class LLM:
         return list(params)
 
 
+class Stream(Iterator[Chunk]):
+    """The chunks of one request. Closing it, leaving its `with` block or dropping it aborts the request."""
+
+    def __init__(self, job: "_Job", step: Callable[[], None], abort: Callable[[], None]) -> None:
+        self._job = job
+        self._step = step
+        self._abort = abort
+
+    def __next__(self) -> Chunk:
+        while not self._job.chunks:
+            if self._job.request.finish_reason is not None:
+                raise StopIteration
+            self._step()
+        return self._job.chunks.popleft()
+
+    def close(self) -> None:
+        """Aborts the request if it is not finished; no chunk follows."""
+        self._abort()
+        self._job.chunks.clear()
+
+    def __enter__(self) -> "Stream":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+
 class _Job:
     """A request and its text so far."""
 
@@ -239,16 +266,24 @@ class _Job:
         token_ids = request.token_ids.tolist()
         self._detokenizer = Detokenizer(tokenizer, token_ids) if tokenizer is not None else None
         self._text = ""
+        self.chunks: deque[Chunk] = deque()
 
-    def take(self, delta: TokenDelta) -> str:
-        """Adds a delta and returns its text."""
-        if self._detokenizer is None:
-            return ""
-        text = self._detokenizer.push(delta.token_ids)
-        if delta.finish_reason is not None:
-            text += self._detokenizer.finish()
+    def take(self, delta: TokenDelta) -> None:
+        """Adds a delta."""
+        text = ""
+        if self._detokenizer is not None:
+            text = self._detokenizer.push(delta.token_ids)
+            if delta.finish_reason is not None:
+                text += self._detokenizer.finish()
         self._text += text
-        return text
+        self.chunks.append(
+            Chunk(
+                text=text,
+                token_ids=list(delta.token_ids),
+                finish_reason=delta.finish_reason,
+                stats=delta.request.stats,
+            )
+        )
 
     def output(self) -> RequestOutput:
         """The finished request."""

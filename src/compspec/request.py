@@ -1,7 +1,7 @@
 """One request from submission to its end."""
 
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,15 +9,12 @@ from numpy.typing import NDArray
 from compspec.sampling.params import SamplingParams
 
 
-class FinishReason(str, Enum):
-    """Why an output ended: a stop token, the length limit, the caller, or an error of this request."""
+class FinishReason(StrEnum):
+    """Why an output ended: a stop token, the length limit, or the caller."""
 
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
-
-    def __str__(self) -> str:
-        return self.value
 
 
 @dataclass(slots=True, kw_only=True)

@@ -21,7 +21,7 @@ class SpecStats:
         prefill_s, prefill_tokens: seconds and prompt tokens of prefill steps.
         num_compiled_buckets, compile_s: static shapes compiled at start-up, and how long that took.
         num_recompilations: compilations after start-up; anything but 0 is a bug.
-        num_eager_steps: forwards that ran without a compiled bucket though compilation is on; likewise.
+        num_eager_steps: forwards that ran without a compiled bucket: none, or all under `compile.mode: none`.
     """
 
     num_requests: int = 0

@@ -28,10 +28,34 @@ def test_one_prompt_streams_its_text_and_ends_with_statistics(compspec, config) 
         "decode speed",
         "acceptance length",
         "accepted by draft position",
-        "the same, token for token",
         "checked",
     ):
         assert word in result.err
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("numerics=exact", "the same, token for token"),
+        ("numerics.self_test=off", "not proved to be the same"),
+        ("numerics=fast", "up to floating-point near-ties"),
+    ],
+)
+def test_the_last_line_claims_what_the_numerics_give(compspec, config, setting, words) -> None:
+    result = compspec("generate", "-c", config, "--prompt", "x", "--set", setting)
+    assert result.code == 0
+    assert words in " ".join(result.err.split())
+
+
+def test_without_a_compiler_the_error_says_what_to_do(config, tmp_path) -> None:
+    command = [sys.executable, "-c", "from compspec.cli import main; main()", "generate", "-c", str(config)]
+    command += ["--prompt", "x", "--set", "compile.mode=default"]
+    nowhere = {"CXX": str(tmp_path / "no-compiler"), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
+    environment = {**os.environ, **nowhere, "COMPSPEC_CACHE": str(tmp_path / "cache")}
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert result.returncode == 2, result.stderr
+    assert "compile.mode: none" in result.stderr
+    assert "Traceback" not in result.stderr
 
 
 def test_set_overrides_the_file_and_reaches_the_engine(compspec, config) -> None:
@@ -49,7 +73,7 @@ def test_batch_writes_one_line_per_prompt(compspec, config, prompts, tmp_path) -
     assert result.code == 0
     found = records(output)
     assert set(found) == {"a", "b", "c", "3"}
-    assert all(set(record) == {"id", "text", "token_ids", "finish_reason", "stats"} for record in found.values())
+    assert all(set(record) == {"id", "key", "text", "token_ids", "finish_reason", "stats"} for record in found.values())
     assert len(found["c"]["token_ids"]) <= 5
     llm = LLM.from_yaml(config)
     assert found["a"]["token_ids"] == llm.generate("to be or not to be, to be or")[0].token_ids

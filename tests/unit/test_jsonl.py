@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from compspec.config import make_config
 from compspec.errors import CompspecError, RequestError
-from compspec.jsonl import OutputError, ResultFile, read_prompts, result_record
+from compspec.jsonl import OutputError, ResultFile, read_prompts, request_key, result_record
 from compspec.llm import RequestOutput
 from compspec.request import FinishReason, RequestStats
 from compspec.sampling.params import SamplingParams
@@ -19,7 +20,7 @@ from compspec.sampling.params import SamplingParams
 
 def record(identity: str, text: str = "text") -> dict[str, Any]:
     """A result as `compspec generate` writes it."""
-    return {"id": identity, "text": text, "token_ids": [1, 2], "finish_reason": "stop", "stats": {}}
+    return {"id": identity, "key": "k", "text": text, "token_ids": [1, 2], "finish_reason": "stop", "stats": {}}
 
 
 def line(identity: str, text: str = "text") -> bytes:
@@ -42,7 +43,7 @@ def prompts(tmp_path: Path, content: str | bytes) -> Path:
 
 
 def test_results_are_appended_line_by_line_and_are_there_at_once(path: Path) -> None:
-    file = ResultFile(path)
+    file = ResultFile(path, {})
     assert file.finished == set()
     file.write(record("a"))
     assert path.read_bytes() == line("a")
@@ -53,11 +54,11 @@ def test_results_are_appended_line_by_line_and_are_there_at_once(path: Path) -> 
 
 
 def test_a_second_run_knows_what_the_first_finished(path: Path) -> None:
-    first = ResultFile(path)
+    first = ResultFile(path, {})
     first.write(record("a"))
     first.write(record("7"))
     first.close()
-    second = ResultFile(path)
+    second = ResultFile(path, {})
     assert second.finished == {"a", "7"}
     second.write(record("c"))
     second.close()
@@ -67,7 +68,7 @@ def test_a_second_run_knows_what_the_first_finished(path: Path) -> None:
 @pytest.mark.parametrize("cut_at", range(1, len(line("b"))))
 def test_a_last_line_cut_anywhere_is_done_again(path: Path, cut_at: int) -> None:
     path.write_bytes(line("a") + line("b")[:cut_at])
-    file = ResultFile(path)
+    file = ResultFile(path, {})
     assert file.finished == {"a"}
     file.write(record("b"))
     file.close()
@@ -94,7 +95,7 @@ def test_a_last_line_cut_anywhere_is_done_again(path: Path, cut_at: int) -> None
 def test_a_file_with_something_else_in_it_is_refused_and_not_touched(path: Path, foreign: bytes) -> None:
     path.write_bytes(foreign)
     with pytest.raises(OutputError, match="no result of compspec"):
-        ResultFile(path)
+        ResultFile(path, {})
     assert path.read_bytes() == foreign
 
 
@@ -110,7 +111,7 @@ def largest_file(size: int) -> Iterator[None]:
 
 
 def test_a_failed_write_leaves_all_earlier_results_and_nothing_else(path: Path) -> None:
-    file = ResultFile(path)
+    file = ResultFile(path, {})
     file.write(record("a"))
     with largest_file(len(line("a")) + 20), pytest.raises(OutputError, match="the 1 results finished so far are kept"):
         file.write(record("b", "long" * 100))
@@ -124,7 +125,7 @@ def test_a_failed_write_leaves_all_earlier_results_and_nothing_else(path: Path) 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 def test_a_full_disk_is_an_output_error_and_a_device_is_not_read() -> None:
-    file = ResultFile(Path("/dev/full"))
+    file = ResultFile(Path("/dev/full"), {})
     assert file.finished == set()
     with pytest.raises(OutputError, match="No space left"):
         file.write(record("a"))
@@ -135,7 +136,7 @@ def test_results_can_go_into_a_pipe(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-    file = ResultFile(pipe)
+    file = ResultFile(pipe, {})
     file.write(record("a"))
     assert os.read(reader, 10_000) == line("a")
     file.close()
@@ -145,7 +146,7 @@ def test_results_can_go_into_a_pipe(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_opened_is_an_output_error(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "nowhere" / "results.jsonl"):
         with pytest.raises(OutputError, match="cannot write output file"):
-            ResultFile(path)
+            ResultFile(path, {})
     assert issubclass(OutputError, CompspecError)
 
 
@@ -160,14 +161,48 @@ def test_a_result_record_holds_what_a_later_run_recognises(path: Path, tmp_path:
         finish_reason=FinishReason.LENGTH,
         stats=RequestStats(num_decode_steps=2, num_decode_tokens=5),
     )
-    found = result_record(prompt, output)
+    found = result_record(prompt, "k", output)
     assert found["stats"]["acceptance_length"] == 2.5
     assert found["finish_reason"] == "length"
-    file = ResultFile(path)
+    file = ResultFile(path, {})
     file.write(found)
     file.close()
     assert json.loads(path.read_bytes()) == found
-    assert ResultFile(path).finished == {"x"}
+    assert ResultFile(path, {}).finished == {"x"}
+
+
+def test_a_result_of_another_prompt_under_the_same_id_is_refused(path: Path) -> None:
+    path.write_bytes(line("a") + line("b"))
+    with pytest.raises(OutputError, match=r"prompt 'b'.*another prompt, model"):
+        ResultFile(path, {"a": "k", "b": "other"})
+    assert path.read_bytes() == line("a") + line("b")
+    assert ResultFile(path, {"a": "k"}).finished == {"a", "b"}
+
+
+def test_only_one_process_writes_a_result_file(path: Path) -> None:
+    first = ResultFile(path, {})
+    with pytest.raises(OutputError, match="being written by another process"):
+        ResultFile(path, {})
+    first.close()
+    ResultFile(path, {}).close()
+
+
+def test_a_key_stands_for_all_that_an_output_depends_on(tmp_path: Path) -> None:
+    (prompt,) = read_prompts(prompts(tmp_path, '{"id": "x", "prompt": "hello"}'))
+    (other,) = read_prompts(prompts(tmp_path, '{"id": "x", "prompt": "hello!"}'))
+    config = make_config({"model": {"source": "m"}})
+    params = SamplingParams()
+    key = request_key(prompt, params, config, False)
+    different = [
+        request_key(other, params, config, False),
+        request_key(prompt, SamplingParams(top_k=3), config, False),
+        request_key(prompt, params, make_config({"model": {"source": "n"}}), False),
+        request_key(prompt, params, make_config({"model": {"source": "m"}, "numerics": "fast"}), False),
+        request_key(prompt, params, config, True),
+    ]
+    assert len({key, *different}) == 6
+    speculative = make_config({"model": {"source": "m"}, "speculative": {"method": "ngram"}})
+    assert request_key(prompt, SamplingParams(speculative=False), speculative, False) == key
 
 
 def test_prompts_of_all_three_kinds_are_read(tmp_path: Path) -> None:

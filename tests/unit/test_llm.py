@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from compspec import LLM, ConfigError, EngineConfig, RequestError, SamplingParams, UnsupportedError
@@ -27,6 +28,8 @@ def test_a_string_and_its_token_ids_are_the_same_prompt(llm: LLM) -> None:
     text = "to be or not to be"
     (from_text,) = llm.generate(text, PARAMS)
     (from_ids,) = llm.generate(llm.encode(text), PARAMS)
+    (from_array,) = llm.generate(np.array(llm.encode(text)), PARAMS)
+    assert from_array.token_ids == from_ids.token_ids
     several = llm.generate([text, llm.encode(text)], [PARAMS, PARAMS])
     assert {tuple(output.token_ids) for output in (from_text, from_ids, *several)} == {tuple(from_text.token_ids)}
     assert from_text.prompt == text
@@ -64,6 +67,31 @@ def test_closing_a_stream_aborts_its_request(llm: LLM) -> None:
     assert llm.engine.pool.num_free == llm.engine.pool.num_usable
 
 
+def test_streams_and_batches_run_side_by_side(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=25)
+    texts = ["the lazy dog", "to be or not to be", "the quick brown fox"]
+    alone = [llm.generate(text, params)[0] for text in texts]
+    one, two = llm.stream(texts[0], params), llm.stream(texts[1], params)
+    first = next(one)
+    (three,) = llm.generate(texts[2], params)
+    assert three.token_ids == alone[2].token_ids
+    rest = list(two)
+    assert [token for chunk in rest for token in chunk.token_ids] == alone[1].token_ids
+    assert first.text + "".join(chunk.text for chunk in one) == alone[0].text
+
+
+def test_a_stream_that_is_dropped_or_closed_unread_leaves_nothing(llm: LLM) -> None:
+    llm.stream("the lazy dog", PARAMS).close()
+    assert not llm.engine.has_work
+    stream = llm.stream("the lazy dog", PARAMS)
+    del stream
+    assert not llm.engine.has_work
+    with llm.stream("the lazy dog", PARAMS) as stream:
+        next(stream)
+    assert not llm.engine.has_work
+    assert list(stream) == []
+
+
 def test_chat_goes_through_the_template(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     messages = [{"role": "user", "content": "to be"}]
     ids = llm.tokenizer("<|user|>to be<|end|><|assistant|>", add_special_tokens=False)["input_ids"]
@@ -77,6 +105,10 @@ def test_chat_goes_through_the_template(llm: LLM, monkeypatch: pytest.MonkeyPatc
 def test_one_wrong_prompt_leaves_nothing_in_the_engine(llm: LLM) -> None:
     with pytest.raises(RequestError, match="empty"):
         llm.generate(["fine", []], PARAMS)
+    with pytest.raises(RequestError, match="tokenizer refused"):
+        llm.generate("\ud800", PARAMS)
+    with pytest.raises(RequestError, match="integers alone"):
+        llm.generate([[5, 6.5]], PARAMS)
     with pytest.raises(RequestError, match="2 sampling parameters were given for 1"):
         llm.generate("fine", [PARAMS, PARAMS])
     assert not llm.engine.has_work
@@ -119,4 +151,5 @@ def test_stats_sum_over_requests_and_agree_with_the_outputs(folder: Path) -> Non
     assert stats.num_decode_tokens == stats.num_output_tokens - 2
     assert stats.num_decode_tokens == stats.num_decode_steps + stats.num_accepted_tokens
     assert stats.acceptance_length == stats.num_decode_tokens / stats.num_decode_steps
-    assert stats.num_eager_steps == stats.num_recompilations == 0
+    assert stats.num_eager_steps == stats.num_forwards, "compile.mode is none"
+    assert stats.num_recompilations == 0

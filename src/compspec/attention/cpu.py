@@ -3,6 +3,7 @@
 import ctypes
 import functools
 import logging
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -35,6 +36,12 @@ def _function(dtype: torch.dtype) -> "ctypes._NamedFuncPointer | None":
     function.argtypes = _ARGUMENTS
     function.restype = ctypes.c_int
     return function
+
+
+def implementation(dtype: torch.dtype) -> str:
+    """What runs on the CPU for this type: the kernel's library, which is named after all that is in it, or SDPA."""
+    library = load_library("attention", default_cache_dir()) if dtype in _SYMBOLS else None
+    return Path(library._name).name if library is not None else SdpaBackend.name
 
 
 class CpuBackend:

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import torch
 
+from compspec.config import default_cache_path
+
 _LOGGER = logging.getLogger(__name__)
 
 # No contraction: what is fused and what is not must not differ between two tiles of one kernel.
@@ -26,9 +28,17 @@ class _BuildError(Exception):
     """Why there is no library."""
 
 
+_chosen: list[Path] = []
+
+
+def choose_cache_dir(path: Path) -> None:
+    """Makes `path` the folder for libraries that are not loaded yet in this process."""
+    _chosen[:] = [path]
+
+
 def default_cache_dir() -> Path:
-    """`kernels` below $COMPSPEC_CACHE or ~/.cache/compspec."""
-    return Path(os.environ.get("COMPSPEC_CACHE", "~/.cache/compspec")).expanduser() / "kernels"
+    """The chosen folder, or `kernels` in the cache folder of compspec."""
+    return _chosen[0] if _chosen else default_cache_path() / "kernels"
 
 
 @functools.cache

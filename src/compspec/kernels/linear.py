@@ -61,7 +61,13 @@ def is_wanted(cache_dir: Path | None = None) -> bool:
         cache_dir: folder for the compiled library; default: `kernels` below $COMPSPEC_CACHE or
             ~/.cache/compspec. The first call in a process decides.
     """
-    return not torch.ops.mkldnn._is_mkldnn_bf16_supported() and _KERNEL.load(cache_dir)
+    return not has_native_bf16() and _KERNEL.load(cache_dir)
+
+
+def has_native_bf16() -> bool:
+    """Whether torch's own matrix products use bfloat16 instructions of this CPU."""
+    supported = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
+    return supported is not None and bool(supported())
 
 
 def use_linear_kernel(model: nn.Module, cache_dir: Path | None = None) -> int:

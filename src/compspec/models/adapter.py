@@ -80,6 +80,16 @@ class ModelAdapter:
             layer.module.register_buffer("compspec_k_cache", k_cache, persistent=False)
             layer.module.register_buffer("compspec_v_cache", v_cache, persistent=False)
 
+    def use_row_independent_experts(self) -> None:
+        """Makes a mixture of experts multiply row by row.
+
+        By default rows that chose the same expert share one matrix product, so a row's bits depend on how many
+        others did. This way each row reads its own experts' weights, which costs memory traffic.
+        """
+        module: Any = self.module
+        if hasattr(module, "set_experts_implementation") and module._can_set_experts_implementation():
+            module.set_experts_implementation("batched_mm")
+
     def forward(
         self,
         input_ids: Tensor,

@@ -93,7 +93,7 @@ def _convert(path: Path, dtype: torch.dtype | None, into: Path) -> None:
     """Reads the file through transformers and saves model and tokenizer."""
     reader = _read(path)
     dtype = dtype or _own_dtype(reader)
-    options: dict[str, Any] = {"gguf_file": path.name, "local_files_only": True}
+    options: dict[str, Any] = {"gguf_file": path.name, "local_files_only": True, "trust_remote_code": False}
     with quiet_transformers(), _shared_reader(reader):
         try:
             model, info = transformers.AutoModelForCausalLM.from_pretrained(

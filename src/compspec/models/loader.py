@@ -15,6 +15,7 @@ from transformers import AttentionInterface
 from compspec.attention.backend import ATTENTION_NAME, attention_forward
 from compspec.config import ModelSection
 from compspec.errors import CompspecError, ConfigError, ModelError, UnsupportedError
+from compspec.kernels.build import choose_cache_dir
 from compspec.kernels.linear import is_wanted, use_linear_kernel
 from compspec.models.adapter import ModelAdapter
 from compspec.models.gguf import convert_gguf
@@ -63,6 +64,7 @@ def load_model(section: ModelSection, cache_path: Path) -> LoadedModel:
         ConfigError: a value in the section does not fit the model or the machine.
     """
     device = _device(section.device)
+    choose_cache_dir(cache_path / "kernels")
     files = resolve_source(section.source, revision=section.revision, trust_remote_code=section.trust_remote_code)
     folder = files.folder
     if files.gguf is not None:
@@ -74,7 +76,7 @@ def load_model(section: ModelSection, cache_path: Path) -> LoadedModel:
     dtype = _dtype(config, section.dtype)
     module = _weights(folder, config, dtype, device, section)
     freeze_rope(module)
-    on_kernel = _use_kernel(module, section.cpu_linear, dtype, device, cache_path)
+    on_kernel = _use_kernel(module, section.cpu_linear, dtype, device)
     check = check_model(module, dtype, device)
     adapter = ModelAdapter(
         module=module,
@@ -133,17 +135,16 @@ def _config(folder: Path, section: ModelSection) -> Any:
         raise ModelError(f"cannot read the config of model '{section.source}': {one_line(error)}") from error
 
 
-def _use_kernel(module: nn.Module, choice: str, dtype: torch.dtype, device: torch.device, cache_path: Path) -> bool:
+def _use_kernel(module: nn.Module, choice: str, dtype: torch.dtype, device: torch.device) -> bool:
     """Puts linear layers on compspec's CPU kernel where the configuration and the machine want it."""
     fits = device.type == "cpu" and dtype == torch.bfloat16
     if choice == "kernel" and not fits:
         raise ConfigError(
             f"model.cpu_linear is 'kernel', which is for bfloat16 on cpu; the model is {dtype} on {device}"
         )
-    folder = cache_path / "kernels"
-    if choice == "native" or not fits or (choice == "auto" and not is_wanted(folder)):
+    if choice == "native" or not fits or (choice == "auto" and not is_wanted()):
         return False
-    if use_linear_kernel(module, folder) == 0 and choice == "kernel":
+    if use_linear_kernel(module) == 0 and choice == "kernel":
         raise ConfigError(
             "model.cpu_linear is 'kernel', but it cannot be built here (see the log); use 'auto' or 'native'"
         )

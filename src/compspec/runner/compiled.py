@@ -4,8 +4,8 @@ import logging
 import os
 import time
 import types
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,10 @@ import torch
 import torch._dynamo
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
 
 from compspec.batch import Bucket
+from compspec.errors import UnsupportedError
 
 logger = logging.getLogger(__name__)
 
@@ -28,11 +30,37 @@ def use_cache_folder(path: Path) -> None:
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(path / "inductor"))
 
 
+@contextmanager
+def clear_compile_errors() -> Iterator[None]:
+    """Turns the failure of a missing or broken C++ compiler into an error that says what to do.
+
+    Raises:
+        UnsupportedError: Inductor found no working compiler.
+    """
+    try:
+        yield
+    except Exception as error:
+        chain = [error, error.__cause__, getattr(error, "inner_exception", None)]
+        if any(isinstance(one, InvalidCxxCompiler | CppCompileError) for one in chain):
+            raise UnsupportedError(
+                "torch.compile needs a working C++ compiler ($CXX, g++ or clang++); "
+                "install one, or set compile.mode: none"
+            ) from error
+        raise
+
+
 def mark_regions(module: nn.Module, layer_classes: tuple[type[nn.Module], ...]) -> int:
     """Makes every decoder layer of `module` a nested compile region; returns how many there are.
 
     The mark is on the instances, so other models of the same class are not touched.
+
+    Raises:
+        UnsupportedError: this torch has no nested compile regions.
     """
+    if not hasattr(torch.compiler, "nested_compile_region"):
+        raise UnsupportedError(
+            f"torch {torch.__version__} cannot compile regions; use a newer one, or compile.mode: none"
+        )
     marked: dict[type[nn.Module], Any] = {}
     layers = [layer for layer in module.modules() if isinstance(layer, layer_classes)]
     for layer in layers:

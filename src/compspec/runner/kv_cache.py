@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 import torch
@@ -48,7 +49,18 @@ def available_bytes(device: torch.device) -> int:
     """Memory that is free on the device now."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    return int(psutil.virtual_memory().available)
+    return min(int(psutil.virtual_memory().available), _container_bytes())
+
+
+def _container_bytes() -> int:
+    """What a container's memory limit (cgroup v2) leaves, or a number beyond any machine."""
+    folder = Path("/sys/fs/cgroup")
+    try:
+        limit = (folder / "memory.max").read_text(encoding="ascii").strip()
+        used = int((folder / "memory.current").read_text(encoding="ascii"))
+        return max(0, int(limit) - used) if limit != "max" else 1 << 60
+    except (OSError, ValueError):
+        return 1 << 60
 
 
 def plan_memory(config: EngineConfig, adapter: ModelAdapter, max_model_len: int, available: int) -> MemoryPlan:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from compspec import attention
 from compspec.batch import Bucket
 from compspec.config import EngineConfig
 from compspec.models.adapter import ModelAdapter
@@ -33,6 +34,7 @@ class ModelRunner:
 
     Raises:
         CapacityError: the KV cache does not fit.
+        UnsupportedError: this torch cannot compile decoder layers as regions.
     """
 
     def __init__(self, adapter: ModelAdapter, config: EngineConfig, max_model_len: int) -> None:
@@ -41,9 +43,16 @@ class ModelRunner:
         self.block_size = config.cache.block_size
         self.memory = kv_cache.plan_memory(config, adapter, max_model_len, kv_cache.available_bytes(adapter.device))
         self.num_blocks = self.memory.num_blocks
+        if config.numerics.mode == "exact":
+            adapter.use_row_independent_experts()
         self.k_caches, self.v_caches = kv_cache.allocate(adapter, self.num_blocks, self.block_size)
         adapter.set_kv_buffers(self.k_caches, self.v_caches)
-        self._mode = config.compile.mode
+        self._mode: str = config.compile.mode
+        if self._mode == "reduce-overhead" and not attention.fits_cuda_graphs(adapter.device):
+            logger.warning(
+                "compile.mode default instead of reduce-overhead: no attention backend here fits CUDA graphs"
+            )
+            self._mode = "default"
         padded = -(-max_model_len // _TABLE_STEP) * _TABLE_STEP
         self.max_blocks = -(-padded // self.block_size)
         if self._mode != "none":
@@ -57,17 +66,15 @@ class ModelRunner:
             bucket: compiled.compile_step(self._make_step(), bucket, self._mode, adapter.device)
             for bucket in self.buckets.all
         }
-        self._ready: set[Bucket] = set()
-        self.num_unready_runs = 0
+        self.num_eager_runs = 0
 
     def warm_up(self, progress: Progress | None = None) -> None:
         """Compiles every bucket, the largest first, on scratch rows."""
         for bucket in self.buckets.all:
             watch = compiled.Stopwatch()
-            with torch.no_grad():
+            with torch.no_grad(), compiled.clear_compile_errors():
                 for _ in range(compiled.warm_up_calls(self.adapter.device)):
                     self._call(bucket, [])
-            self._ready.add(bucket)
             if progress is not None and self._mode != "none":
                 progress(str(bucket), watch.seconds)
 
@@ -83,7 +90,7 @@ class ModelRunner:
             logits [R, Q, V] of a decode bucket, [R, 1, V] (each request's last row) of a prefill bucket, in
             the model's dtype. Rows and requests beyond `queries` hold junk. Valid until the next run.
         """
-        self.num_unready_runs += bucket not in self._ready
+        self.num_eager_runs += self._mode == "none"
         with compiled.no_recompilation(self._mode):
             return self._call(bucket, queries)
 

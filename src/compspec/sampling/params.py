@@ -64,7 +64,7 @@ class SamplingParams(BaseModel):
     ignore_eos: bool = False
     speculative: Annotated[int, Field(ge=1)] | Literal[False] | None = None
 
-    def __init__(self, **values: Any) -> None:
+    def __init__(self, /, **values: Any) -> None:
         try:
             super().__init__(**values)
         except ValidationError as error:
