@@ -106,7 +106,7 @@ class NumericsSection(Section):
         "them bit-equal to those of decode_width; null: always decode_width",
     )
     prefill_chunk: Annotated[int, Field(ge=16)] = Field(256, description="tokens per prefill step")
-    self_test: Literal["error", "warn", "off"] = Field(
+    self_test: Literal["error", "warn", "skip"] = Field(
         "error",
         description="exact: what happens when the start-up self-test finds a row that depends on its neighbours",
     )
@@ -275,11 +275,11 @@ def _nest(flat: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_keys(data: dict[Any, Any]) -> None:
-    for key, value in data.items():
-        if not isinstance(key, str):
-            raise ConfigError(f"configuration keys are names, given: {key!r}")
-        if isinstance(value, dict):
-            _check_keys(value)
+    """Sections and their keys are names; deeper there are only values, and YAML lets those contain themselves."""
+    for keys in (data, *(section for section in data.values() if isinstance(section, dict))):
+        bad = next((key for key in keys if not isinstance(key, str)), None)
+        if bad is not None:
+            raise ConfigError(f"configuration keys are names, given: {bad!r}")
 
 
 def _without_other_methods_options(data: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:

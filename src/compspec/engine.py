@@ -223,13 +223,13 @@ class Engine:
         code = attention.implementation(adapter.device, adapter.dtype)
         parts = [self.loaded.fingerprint, self.config.compile.mode, code, importlib.metadata.version("compspec")]
         stored = StoredSelfTest(self.runner, parts, self.config.cache_path / "self_test")
-        known = stored.load() if exact and policy != "off" else None
-        if exact and policy == "off":
+        known = stored.load() if exact and policy != "skip" else None
+        if exact and policy == "skip":
             buckets.restrict_decode([buckets.widest_decode])
         elif known is not None:
             self._keep_exact_buckets(known)
         self.runner.warm_up(progress)
-        if exact and policy != "off" and known is None:
+        if exact and policy != "skip" and known is None:
             tested = compiled.Stopwatch()
             result = run_self_test(self.runner)
             if progress is not None:
@@ -243,24 +243,27 @@ class Engine:
         self.runner.num_eager_runs = 0
 
     def _keep_exact_buckets(self, result: SelfTestResult) -> None:
-        """Keeps the decode buckets that the self-test found bit-equal.
+        """Keeps the decode buckets that the self-test found bit-equal; the widest is needed in any case.
 
         Raises:
-            NumericsError: rows depend on their neighbours, and `numerics.self_test` is `error`.
+            NumericsError: in the widest bucket rows depend on their neighbours, and `numerics.self_test` is `error`.
         """
-        if result.dependent:
-            names = ", ".join(map(str, result.dependent))
+        widest = self.runner.buckets.widest_decode
+        keep = list(result.equal)
+        if widest in result.dependent:
             message = (
-                f"numerics: exact does not hold on this machine with this model: in bucket {names} a row's bits depend "
-                "on its place or its neighbours; use numerics: fast, another dtype, or numerics.self_test: warn"
+                f"numerics: exact does not hold on this machine with this model: in bucket {widest} a row's bits "
+                "depend on its place or its neighbours; use another scheduler.max_num_seqs or model.dtype, numerics: fast, or "
+                "numerics.self_test: warn"
             )
             if self.config.numerics.self_test == "error":
                 raise NumericsError(message)
             logger.warning(message)
-        if result.different:
-            names = ", ".join(map(str, result.different))
-            logger.info("not used, because their bits differ from the largest bucket's: %s", names)
-        self.runner.buckets.restrict_decode([*result.equal, *result.dependent])
+            keep.append(widest)
+        dropped = [str(bucket) for bucket in self.runner.buckets.decode if bucket not in keep]
+        if dropped:
+            logger.info("not used, because their bits are not those of %s: %s", widest, ", ".join(dropped))
+        self.runner.buckets.restrict_decode(keep)
 
     def _warm_up_noise(self) -> None:
         # Two tensors: one given twice would be a graph of its own.

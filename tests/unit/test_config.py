@@ -296,3 +296,9 @@ def test_another_method_leaves_the_old_ones_options_behind() -> None:
 def test_several_overrides_merge_and_the_last_of_two_holds() -> None:
     merged = parse_overrides(["sampling.top_k=3", "sampling={top_p: 0.5}", "sampling.top_k=4", "numerics=fast"])
     assert merged == {"sampling": {"top_k": 4, "top_p": 0.5}, "numerics": {"mode": "fast"}}
+
+
+def test_keys_that_are_no_names_are_refused() -> None:
+    for data in ({**MODEL, 1: {}}, {**MODEL, "sampling": {1: 2}}):
+        assert "are names, given: 1" in refused(data)
+    assert "are names" in refused(MODEL, {"model": {1: 2}})

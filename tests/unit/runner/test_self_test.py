@@ -95,23 +95,26 @@ def test_the_engine_uses_only_buckets_that_passed(
 
     folder = tiny_model_folder("llama", models)
 
-    def found(kind: str) -> Callable[[FakeRunner], SelfTestResult]:
+    def found(kind: str, which: int) -> Callable[[FakeRunner], SelfTestResult]:
         def result(runner: FakeRunner) -> SelfTestResult:
-            first, *rest = sorted(runner.buckets.decode)
-            empty = {"equal": tuple(rest), "different": (), "dependent": ()}
-            return SelfTestResult(**{**empty, kind: (first,)})
+            buckets = sorted(runner.buckets.decode)
+            odd = buckets.pop(which)
+            empty = {"equal": tuple(buckets), "different": (), "dependent": ()}
+            return SelfTestResult(**{**empty, kind: (odd,)})
 
         return result
 
-    monkeypatch.setattr(compspec.engine, "run_self_test", found("different"))
-    engine = make_engine(folder, cache_dir=str(tmp_path / "a"))
-    assert "decode 1x2" not in map(str, engine.runner.buckets.decode)
-    monkeypatch.setattr(compspec.engine, "run_self_test", found("dependent"))
-    with pytest.raises(NumericsError, match="decode 1x2"):
-        make_engine(folder, cache_dir=str(tmp_path / "b"))
-    with pytest.raises(NumericsError, match="decode 1x2"):
-        make_engine(folder, cache_dir=str(tmp_path / "b"))  # the stored result holds as well
-    warned = make_engine(folder, cache_dir=str(tmp_path / "c"), numerics__self_test="warn")
-    assert "decode 1x2" in map(str, warned.runner.buckets.decode)
-    off = make_engine(folder, cache_dir=str(tmp_path / "d"), numerics__self_test="off")
+    def used(folder_name: str, kind: str, which: int, **settings: str) -> list[str]:
+        monkeypatch.setattr(compspec.engine, "run_self_test", found(kind, which))
+        engine = make_engine(folder, cache_dir=str(tmp_path / folder_name), **settings)
+        return [str(bucket) for bucket in sorted(engine.runner.buckets.decode)]
+
+    rest = ["decode 1x8", "decode 4x2", "decode 4x8"]
+    assert used("a", "different", 0) == rest
+    assert used("b", "dependent", 0) == rest
+    assert used("b", "different", 1) == rest, "the stored result holds, nothing is tested again"
+    with pytest.raises(NumericsError, match="decode 4x8"):
+        used("c", "dependent", -1)
+    assert used("c", "dependent", -1, numerics__self_test="warn") == ["decode 1x2", *rest]
+    off = make_engine(folder, cache_dir=str(tmp_path / "d"), numerics__self_test="skip")
     assert [str(bucket) for bucket in off.runner.buckets.decode] == ["decode 4x8"]
