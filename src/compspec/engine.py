@@ -253,8 +253,8 @@ class Engine:
         if widest in result.dependent:
             message = (
                 f"numerics: exact does not hold on this machine with this model: in bucket {widest} a row's bits "
-                "depend on its place or its neighbours; use another scheduler.max_num_seqs or model.dtype, numerics: fast, or "
-                "numerics.self_test: warn"
+                "depend on its place or its neighbours; use another scheduler.max_num_seqs or model.dtype, "
+                "numerics: fast, or numerics.self_test: warn"
             )
             if self.config.numerics.self_test == "error":
                 raise NumericsError(message)
