@@ -14,6 +14,12 @@ def _cache_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
     os.environ.setdefault("COMPSPEC_CACHE", str(tmp_path_factory.mktemp("compspec-cache")))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    """Tiny models run faster on one thread than two threads take to meet."""
+    torch.set_num_threads(1)
+
+
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory):
     """The folder for tiny models."""

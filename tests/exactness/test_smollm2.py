@@ -3,9 +3,11 @@
 import importlib.util
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from compspec import LLM, SamplingParams, make_config
 from tests.law import outputs, run
@@ -20,14 +22,16 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def llm() -> LLM:
+def llm() -> Iterator[LLM]:
+    torch.set_num_threads(os.cpu_count() or 1)
     settings = {
         "model": {"source": SOURCE, "dtype": "bfloat16", "device": "cpu", "max_model_len": 2048},
         "speculative": {"method": "ngram", "num_draft_tokens": 5},
         "scheduler": {"max_num_seqs": 12},
         "compile": {"decode_buckets": [1]},
     }
-    return LLM(make_config(settings))
+    yield LLM(make_config(settings))
+    torch.set_num_threads(1)
 
 
 def bench12(llm: LLM) -> tuple[list[list[int]], int]:
