@@ -1,6 +1,8 @@
 """The CPU kernel: rows that depend on nothing but themselves, right values, and a working fallback."""
 
 import logging
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -168,9 +170,20 @@ def test_the_cache_is_used_and_only_while_nothing_changed(
     assert build._fingerprint(command) not in library.name
 
 
-def test_one_openmp_runtime_in_the_process() -> None:
-    try:
-        mapped = Path("/proc/self/maps").read_text().splitlines()
-    except OSError:
+def test_the_kernel_brings_no_openmp_runtime_of_its_own() -> None:
+    """Loaded after torch in a fresh process, it uses the runtime that torch has mapped already."""
+    if not Path("/proc/self/maps").exists():
         pytest.skip("needs /proc")
-    assert len({line.split()[-1] for line in mapped if "libgomp" in line}) <= 1
+    code = (
+        "import torch, pathlib\n"
+        "def mapped():\n"
+        "    lines = pathlib.Path('/proc/self/maps').read_text().splitlines()\n"
+        "    return {line.split()[-1] for line in lines if 'libgomp' in line or 'libiomp' in line}\n"
+        "before = mapped()\n"
+        "from compspec.kernels.linear import use_linear_kernel\n"
+        "layer = torch.nn.Linear(8, 8).bfloat16()\n"
+        "assert use_linear_kernel(layer.requires_grad_(False)) == 1\n"
+        "layer(torch.zeros(1, 8, dtype=torch.bfloat16))\n"
+        "assert before and mapped() == before, (before, mapped())\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
