@@ -1,15 +1,20 @@
 """Running the same requests with and without speculation, and proposers that try to break the law."""
 
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from compspec.batch import Batch, DraftTokens, StepOutput
+from compspec.batch import Batch, DraftTokens, ScheduledRequest, StepOutput
 from compspec.config import make_config
 from compspec.engine import Engine
 from compspec.request import Request
+from compspec.sampling.noise import DRAFT_STREAM, GumbelNoise, stream_salts
 from compspec.sampling.params import SamplingParams
 
 VOCAB = 128
@@ -44,6 +49,21 @@ def run(
 def outputs(requests: Sequence[Request]) -> list[tuple[list[int], str]]:
     """What the law is about: tokens and why they ended."""
     return [(request.output_token_ids, str(request.finish_reason)) for request in requests]
+
+
+def whole_outputs(requests: Sequence[Request]) -> list[tuple[Any, ...]]:
+    """Everything that the law is about: tokens, how they ended, and log-probabilities, bit for bit."""
+    return [
+        (
+            request.output_token_ids,
+            str(request.finish_reason),
+            request.stop_reason,
+            request.error,
+            request.logprobs,
+            request.prompt_logprobs,
+        )
+        for request in requests
+    ]
 
 
 def make_prompts(count: int, seed: int = 0, longest: int = 90) -> list[list[int]]:
@@ -110,3 +130,71 @@ def ragged(truth: dict[tuple[int, ...], list[int]], seed: int) -> Callable[[Requ
 def empty(request: Request, most: int) -> list[int]:
     """Drafts nothing."""
     return []
+
+
+class SampledDrafts:
+    """A proposer that samples drafts from a distribution of its own and says which.
+
+    Args:
+        q: tokens so far -> [V] probabilities of the next draft.
+    """
+
+    def __init__(self, q: Callable[[Sequence[int]], Tensor], num_draft_tokens: int, *, vocab_size: int = VOCAB) -> None:
+        self._q = q
+        self._num_draft_tokens = num_draft_tokens
+        self._vocab_size = vocab_size
+        self._noise = GumbelNoise(vocab_size, torch.device("cpu"))
+
+    def propose(self, batch: Batch) -> DraftTokens:
+        probs = torch.zeros(len(batch.scheduled), self._num_draft_tokens, self._vocab_size)
+        drafts = [self._draft(entry, probs[row]) for row, entry in enumerate(batch.scheduled)]
+        made = DraftTokens.from_lists(drafts, self._num_draft_tokens)
+        return replace(made, probs=probs)
+
+    def observe(self, batch: Batch, output: StepOutput) -> None:
+        pass
+
+    def _draft(self, entry: ScheduledRequest, probs: Tensor) -> list[int]:
+        tokens = entry.request.token_ids.tolist()
+        start = len(tokens)
+        for place in range(entry.max_draft_tokens):
+            q = self._q(tokens)
+            at = [torch.tensor([number]) for number in (entry.request.seed, start + place, start)]
+            noise = self._noise(at[0], at[1], stream_salts(DRAFT_STREAM, at[2]))[0]
+            probs[place] = q
+            tokens.append(int((q.log() + noise).argmax()))
+        return tokens[start:]
+
+
+def chi_square(counts: Tensor, probs: Tensor) -> tuple[float, float]:
+    """Pearson's test of counts [C] against probabilities [C]; cells that expect fewer than five are taken together.
+
+    Returns:
+        The statistic, infinite for what cannot happen and did, and the chance of one as large (p-value).
+    """
+    counts, probs = counts.double(), probs.double()
+    if bool((counts[probs == 0] > 0).any()):
+        return math.inf, 0.0
+    means = probs / probs.sum() * counts.sum()
+    small = means < 5
+    means = torch.cat([means[~small], means[small].sum()[None]])
+    counts = torch.cat([counts[~small], counts[small].sum()[None]])
+    counts, means = counts[means > 0], means[means > 0]
+    return _with_chance(float(((counts - means) ** 2 / means).sum()), len(means) - 1)
+
+
+def chi_square_of_two(first: Tensor, second: Tensor) -> tuple[float, float]:
+    """The same for counts [C] of two samples of one size."""
+    assert first.sum() == second.sum()
+    both = (first + second).double()
+    small = both < 10
+    first, second, both = (
+        torch.cat([each[~small].double(), each[small].sum()[None].double()]) for each in (first, second, both)
+    )
+    first, second, both = (each[both > 0] for each in (first, second, both))
+    return _with_chance(float(((first - second) ** 2 / both).sum()), len(both) - 1)
+
+
+def _with_chance(statistic: float, dof: int) -> tuple[float, float]:
+    half = torch.tensor([dof / 2.0, statistic / 2.0], dtype=torch.float64)
+    return statistic, float(torch.special.gammaincc(half[0], half[1]))

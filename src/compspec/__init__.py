@@ -12,11 +12,11 @@ from compspec.errors import (
     RequestError,
     UnsupportedError,
 )
-from compspec.request import FinishReason
+from compspec.request import FinishReason, Logprob
 from compspec.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
-    from compspec.llm import LLM, Chunk, RequestOutput, Stream
+    from compspec.llm import LLM, Chunk, CompletionOutput, RequestOutput, Stream
 
 __version__ = "0.1.0"
 
@@ -24,10 +24,12 @@ __all__ = [
     "LLM",
     "CapacityError",
     "Chunk",
+    "CompletionOutput",
     "CompspecError",
     "ConfigError",
     "EngineConfig",
     "FinishReason",
+    "Logprob",
     "ModelError",
     "NumericsError",
     "RequestError",
@@ -42,7 +44,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     # torch and transformers take seconds to import; the command's --help does without them.
-    if name in ("LLM", "Chunk", "RequestOutput", "Stream"):
+    if name in ("LLM", "Chunk", "CompletionOutput", "RequestOutput", "Stream"):
         import compspec.llm
 
         return getattr(compspec.llm, name)

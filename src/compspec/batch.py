@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from compspec.request import Request
 
@@ -78,10 +79,13 @@ class DraftTokens:
     Attributes:
         token_ids: [R, K] int64, -1 where absent.
         num_draft_tokens: [R] int64, how many of each row are drafts; they stand first.
+        probs: [R, K, V] float32, the distribution each draft was sampled from; None where drafts are not
+            sampled but chosen. The rejection verifier alone uses it.
     """
 
     token_ids: NDArray[np.int64]
     num_draft_tokens: NDArray[np.int64]
+    probs: Tensor | None = None
 
     @staticmethod
     def from_lists(drafts: list[list[int]], max_draft_tokens: int) -> "DraftTokens":
@@ -95,14 +99,29 @@ class DraftTokens:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Scores:
+    """The target's logits for one step.
+
+    Attributes:
+        logits: [*, V], the model's dtype; more rows than asked for, the rest is junk. Valid until the next forward.
+        first_row: row j of request r (after its newest token and j drafts) is logits[first_row[r] + j].
+    """
+
+    logits: Tensor
+    first_row: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutput:
     """What verification left of one step.
 
     Attributes:
         token_ids: per request, the accepted drafts and one more target token; empty where nothing sampled.
         num_draft_tokens, num_accepted_tokens: per request.
+        errors: per request, why no token followed `token_ids`; None where one did.
     """
 
     token_ids: tuple[tuple[int, ...], ...]
     num_draft_tokens: tuple[int, ...]
     num_accepted_tokens: tuple[int, ...]
+    errors: tuple[str | None, ...]

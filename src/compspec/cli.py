@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from compspec.errors import CompspecError, ConfigError, RequestError
+from compspec.errors import CompspecError, ConfigError, RequestError, UnsupportedError
 
 # torch and transformers take seconds to import; `--help` and `config schema` do without them.
 if TYPE_CHECKING:
@@ -110,18 +110,48 @@ def schema() -> None:
 
 
 def _generate_one(config: "EngineConfig", text: str, use_chat: bool, check: bool) -> None:
-    llm = _start(config)
     params = _seeded(config.sampling)
+    _refuse_check(config, check, [params])
+    llm = _start(config)
     prompt = _encode(llm, text, use_chat)
+    samples = _stream_one(llm, prompt, params) if params.n == 1 else _print_samples(llm, prompt, params)
+    _print_statistics(llm)
+    _conclude(llm, check, [prompt], [params], [samples])
+
+
+def _refuse_check(config: "EngineConfig", check: bool, params: "Sequence[SamplingParams]") -> None:
+    """The rejection verifier keeps no tokens that could be compared."""
+    if check and config.speculative.verifier == "rejection" and not all(each.is_greedy for each in params):
+        raise ConfigError(
+            "--check compares tokens, and speculative.verifier: rejection keeps the distribution of sampled outputs, "
+            "not their tokens; use verifier: equality, or temperature 0"
+        )
+
+
+def _stream_one(llm: "LLM", prompt: list[int], params: "SamplingParams") -> list[list[int]]:
+    """Writes a text as it is made; returns its tokens, as the one sample there is."""
     token_ids: list[int] = []
     for chunk in llm.stream(prompt, params):
         token_ids += chunk.token_ids
         sys.stdout.write(chunk.text if llm.tokenizer is not None else " ".join(map(str, chunk.token_ids)) + " ")
         sys.stdout.flush()
+        if chunk.error is not None:
+            raise RequestError(chunk.error)
     sys.stdout.write("\n\n")
     sys.stdout.flush()
-    _print_statistics(llm)
-    _conclude(llm, check, [prompt], [params], [token_ids])
+    return [token_ids]
+
+
+def _print_samples(llm: "LLM", prompt: list[int], params: "SamplingParams") -> list[list[int]]:
+    """Writes several samples one after the other; returns their tokens."""
+    (output,) = llm.generate([prompt], params)
+    for sample in output.outputs:
+        text = sample.text if sample.text is not None else " ".join(map(str, sample.token_ids))
+        sys.stdout.write(f"--- sample {sample.index + 1} of {params.n}\n{text}\n\n")
+        if sample.error is not None:
+            raise RequestError(sample.error)
+    sys.stdout.flush()
+    return [sample.token_ids for sample in output.outputs]
 
 
 def _generate_batch(config: "EngineConfig", prompts: Path, output: Path | None, use_chat: bool, check: bool) -> None:
@@ -129,6 +159,7 @@ def _generate_batch(config: "EngineConfig", prompts: Path, output: Path | None, 
 
     lines = read_prompts(prompts)
     asked = [line.sampling(config.sampling) for line in lines]
+    _refuse_check(config, check, asked)
     keys = [request_key(line, params, config, use_chat) for line, params in zip(lines, asked, strict=True)]
     names = [line.id for line in lines]
     file = ResultFile(output, dict(zip(names, keys, strict=True))) if output is not None else None
@@ -155,7 +186,12 @@ def _generate_batch(config: "EngineConfig", prompts: Path, output: Path | None, 
     if file is not None:
         file.close()
     _print_statistics(llm)
-    _conclude(llm, check, encoded, chosen, [result.token_ids for result in outputs])
+    _conclude(llm, check, encoded, chosen, [_token_ids(result) for result in outputs])
+    failed = [names[index] for index, result in zip(todo, outputs, strict=True) if _errors(result)]
+    if failed:
+        raise RequestError(
+            f"{len(failed)} of {len(todo)} prompts failed, the first is '{failed[0]}'; see their `error`"
+        )
 
 
 def _conclude(
@@ -163,12 +199,17 @@ def _conclude(
     check: bool,
     prompts: "Sequence[Prompt]",
     params: "Sequence[SamplingParams]",
-    speculative: Sequence[list[int]],
+    speculative: Sequence[list[list[int]]],
 ) -> None:
     """The line that says how the output stands to that without speculation; with `check`, after comparing them."""
     numerics = llm.config.numerics
     if check:
         _check(llm, prompts, params, speculative)
+    elif llm.config.speculative.verifier == "rejection" and not all(each.is_greedy for each in params):
+        _err.print(
+            "output: distributed as without speculation, but not the same tokens (speculative.verifier: rejection)",
+            highlight=False,
+        )
     elif numerics.mode == "exact" and numerics.self_test == "error":
         _err.print("output: the same, token for token, as without speculation (numerics: exact)", highlight=False)
     elif numerics.mode == "exact":
@@ -186,28 +227,38 @@ def _check(
     llm: "LLM",
     prompts: "Sequence[Prompt]",
     params: "Sequence[SamplingParams]",
-    speculative: Sequence[list[int]],
+    speculative: Sequence[list[list[int]]],
 ) -> None:
     """Generates again without drafts and compares; exits with 1 at a difference."""
     plain_params = [each.model_copy(update={"speculative": False}) for each in params]
-    plain = [result.token_ids for result in llm.generate(prompts, plain_params)]
+    plain = [_token_ids(result) for result in llm.generate(prompts, plain_params)]
     same = [a == b for a, b in zip(speculative, plain, strict=True)]
     if all(same):
-        num_tokens = sum(map(len, plain))
+        num_tokens = sum(len(sample) for samples in plain for sample in samples)
         _err.print(
             f"[green]checked:[/] {len(same)} of {len(same)} outputs ({num_tokens} tokens) "
             "are equal to those without speculation"
         )
         return
     index = same.index(False)
-    pairs = zip(speculative[index], plain[index], strict=False)
-    shorter = min(len(speculative[index]), len(plain[index]))
-    position = next((at for at, (a, b) in enumerate(pairs) if a != b), shorter)
+    one, other = next((a, b) for a, b in zip(speculative[index], plain[index], strict=True) if a != b)
+    position = next(
+        (at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
+    )
     _err.print(
         f"[bold red]different:[/] {sum(same)} of {len(same)} outputs are equal; "
         f"prompt {index} differs first at token {position}"
     )
     raise typer.Exit(EXIT_DIFFERENT)
+
+
+def _token_ids(output: "RequestOutput") -> list[list[int]]:
+    """Of every sample."""
+    return [sample.token_ids for sample in output.outputs]
+
+
+def _errors(output: "RequestOutput") -> list[str]:
+    return [sample.error for sample in output.outputs if sample.error is not None]
 
 
 def _start(config: "EngineConfig") -> "LLM":
@@ -244,9 +295,9 @@ def _encode_line(llm: "LLM", line: "PromptLine", params: "SamplingParams", use_c
         else:
             assert line.prompt is not None
             token_ids = _encode(llm, line.prompt, use_chat)
-        return llm.engine.check_request(token_ids, params)
-    except RequestError as error:
-        raise RequestError(f"prompt '{line.id}': {error}") from None
+        return llm.check_request(token_ids, params)
+    except (RequestError, UnsupportedError) as error:
+        raise type(error)(f"prompt '{line.id}': {error}") from None
 
 
 def _print_statistics(llm: "LLM") -> None:

@@ -44,6 +44,19 @@ class SpeculativeSection(BaseModel):
 
     method: str = Field("none", description="a file name in compspec/proposers: none, ngram, ...")
     num_draft_tokens: Annotated[int, Field(ge=1)] = 5
+    scorer: Literal["multi_query", "batch_expansion"] = Field(
+        "multi_query",
+        description="how drafts are scored: as rows of one sequence, or each as a sequence of its own (a baseline)",
+    )
+    verifier: Literal["equality", "rejection"] = Field(
+        "equality",
+        description="equality: a draft is kept iff the target chooses it, and the output is the same as without "
+        "speculation, sampled or not; rejection: the ratio test, which keeps the distribution of sampled outputs but "
+        "not their tokens (greedy outputs stay the same)",
+    )
+    block_verification: bool = Field(
+        False, description="rejection: test the drafts of a window together instead of one by one; keeps more of them"
+    )
 
     @property
     def options(self) -> dict[str, Any]:
@@ -139,6 +152,17 @@ class EngineConfig(Section):
     @classmethod
     def _numerics_shorthand(cls, value: Any) -> Any:
         return _full_numerics(value)
+
+    @model_validator(mode="after")
+    def _options_fit(self) -> "EngineConfig":
+        if self.speculative.block_verification and self.speculative.verifier != "rejection":
+            raise ValueError(
+                "speculative.block_verification is an option of speculative.verifier: rejection, which is "
+                f"{self.speculative.verifier}"
+            )
+        if self.sampling.logits_processors:
+            raise ValueError("sampling.logits_processors are code and no configuration; give them with each request")
+        return self
 
     @model_validator(mode="after")
     def _widths_fit(self) -> "EngineConfig":

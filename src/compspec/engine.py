@@ -3,7 +3,6 @@
 import importlib.metadata
 import itertools
 import logging
-import operator
 import secrets
 import time
 from collections.abc import Sequence
@@ -13,21 +12,27 @@ import torch
 from compspec import attention
 from compspec.batch import Batch, DraftTokens
 from compspec.config import EngineConfig
-from compspec.errors import ConfigError, NumericsError, RequestError
+from compspec.errors import ConfigError, NumericsError, RequestError, UnsupportedError
 from compspec.models.loader import LoadedModel, load_model
 from compspec.proposers.proposer import Proposer, check_drafts, make_proposer
-from compspec.request import FinishReason, Request, TokenDelta
+from compspec.request import EndCheck, FinishReason, Request, TokenDelta
 from compspec.runner import compiled
 from compspec.runner.model_runner import ModelRunner, Progress
 from compspec.runner.self_test import SelfTestResult, StoredSelfTest, run_self_test
-from compspec.sampling.metadata import MetadataState
+from compspec.sampling.logprobs import step_logprobs
+from compspec.sampling.metadata import GROUP_ROWS, MetadataState
 from compspec.sampling.noise import GumbelNoise
 from compspec.sampling.params import SamplingParams
-from compspec.sampling.sampler import NOISE_ROWS, Sampler
-from compspec.sampling.verifier import EqualityVerifier
+from compspec.sampling.rejection import RejectionVerifier
+from compspec.sampling.sampler import Sampler
+from compspec.sampling.verifier import EqualityVerifier, Verifier
+from compspec.scheduling.admission import Limits, check_request
 from compspec.scheduling.block_pool import BlockPool
 from compspec.scheduling.scheduler import Scheduler
-from compspec.scoring.multi_query import MultiQueryScorer, Scorer
+from compspec.scoring.batch_expansion import BatchExpansionScorer
+from compspec.scoring.multi_query import MultiQueryScorer
+from compspec.scoring.prompt import PromptScorer
+from compspec.scoring.scorer import Scorer
 from compspec.stats import SpecStats
 
 logger = logging.getLogger(__name__)
@@ -79,11 +84,28 @@ class Engine:
             max_draft_tokens=self._max_draft_tokens,
             eos_token_ids=frozenset(adapter.eos_token_ids),
         )
-        self._scorer: Scorer = MultiQueryScorer(self.runner)
-        self._metadata = MetadataState(config.scheduler.max_num_seqs, adapter.vocab_size, adapter.device)
+        expands = speculative.scorer == "batch_expansion"
+        self._scorer: Scorer = BatchExpansionScorer(self.runner) if expands else MultiQueryScorer(self.runner)
+        self._prompt_scorer = PromptScorer(self.runner)
+        self._metadata = MetadataState(
+            config.scheduler.max_num_seqs,
+            adapter.vocab_size,
+            adapter.device,
+            max_model_len=self.max_model_len,
+            eos_token_ids=adapter.eos_token_ids,
+        )
         self._noise = compiled.compile_noise(GumbelNoise(adapter.vocab_size, adapter.device), config.compile.mode)
-        self._sampler = Sampler(self._noise, len(loaded.tokenizer) if loaded.tokenizer is not None else None)
-        self._verifier = EqualityVerifier()
+        num_token_ids = min(adapter.vocab_size, len(loaded.tokenizer) if loaded.tokenizer else adapter.vocab_size)
+        self._limits = Limits(
+            max_model_len=self.max_model_len,
+            vocab_size=adapter.vocab_size,
+            num_token_ids=num_token_ids,
+            eos_token_ids=frozenset(adapter.eos_token_ids),
+        )
+        self._sampler = Sampler(self._noise, num_token_ids)
+        self._verifier: Verifier = EqualityVerifier()
+        if speculative.verifier == "rejection":
+            self._verifier = RejectionVerifier(self._noise, block=speculative.block_verification)
         self._requests: dict[str, Request] = {}
         self._numbers = itertools.count()
         self._start(progress)
@@ -93,6 +115,7 @@ class Engine:
         prompt_token_ids: Sequence[int],
         params: SamplingParams | None = None,
         request_id: str | None = None,
+        end_check: EndCheck | None = None,
     ) -> Request:
         """Queues a request; it runs as `step` is called.
 
@@ -100,9 +123,13 @@ class Engine:
             prompt_token_ids: at least one token, fewer than the model's length.
             params: defaults to the configuration's `sampling`.
             request_id: must not be in use; default: a number.
+            end_check: told of each output token in turn, says whether a stop text ends there.
 
         Raises:
-            RequestError: an empty or too long prompt, ids outside the vocabulary, an id in use.
+            RequestError: an empty or too long prompt, ids outside the vocabulary, an id in use, parameters that leave
+                no token to sample.
+            UnsupportedError: parameters that need text (`stop` without `end_check`, bad words that are not token
+                ids), or more than one sample; `LLM` does these.
             CapacityError: the request could never fit into the KV cache.
         """
         params = params or self.config.sampling
@@ -111,12 +138,17 @@ class Engine:
         elif request_id in self._requests:
             raise RequestError(f"request id '{request_id}' is in use")
         prompt = self.check_request(prompt_token_ids, params)
+        if params.stop and end_check is None:
+            raise UnsupportedError("stop texts need a tokenizer, the engine knows token ids alone; use LLM")
+        if params.n > 1:
+            raise UnsupportedError(f"the engine makes one sample per request, n is {params.n}; use LLM")
         request = Request(
             request_id,
             prompt,
             params,
             seed=params.seed if params.seed is not None else secrets.randbits(63),
             max_tokens=min(params.max_tokens, self.max_model_len - len(prompt)),
+            end_check=end_check,
         )
         if self._max_draft_tokens == 0:
             request.stats.speculation_off_because = "speculative.method is none"
@@ -138,13 +170,15 @@ class Engine:
             return []
         drafts = self._propose(batch)
         proposed = time.perf_counter()
-        logits = self._scorer.score(batch, drafts)
+        scores = self._scorer.score(batch, drafts)
         scored = time.perf_counter()
-        metadata = self._metadata.build(batch, drafts, *logits.shape[:2])
-        target_token_ids = self._sampler.sample(logits, metadata)
-        output = self._verifier.verify(target_token_ids, batch, drafts)
+        metadata = self._metadata.build(batch, drafts, scores)
+        sampled = self._sampler.sample(scores, metadata)
+        output = self._verifier.verify(sampled, metadata, batch, drafts)
+        logprobs = step_logprobs(batch, scores, metadata, output)
         self._metadata.commit(batch, output)
-        deltas = self.scheduler.update(batch, output)
+        self._prompt_scorer.report(batch)
+        deltas = self.scheduler.update(batch, output, logprobs)
         self._proposer.observe(batch, output)
         self._account(batch, deltas, started, proposed, scored)
         return deltas
@@ -176,23 +210,9 @@ class Engine:
             The prompt as a list of plain integers.
 
         Raises:
-            RequestError: as `add_request`.
+            RequestError, UnsupportedError: as `add_request`.
         """
-        try:
-            prompt = [operator.index(token) for token in prompt_token_ids]
-        except TypeError:
-            raise RequestError("a prompt of token ids must hold integers alone") from None
-        if not prompt:
-            raise RequestError("the prompt is empty; it must have at least one token")
-        if len(prompt) >= self.max_model_len:
-            raise RequestError(
-                f"the prompt has {len(prompt)} tokens; with room for one more the model takes {self.max_model_len}"
-            )
-        for what, tokens in (("token id", prompt), ("stop token id", params.stop_token_ids)):
-            bad = next((token for token in tokens if not 0 <= token < self.vocab_size), None)
-            if bad is not None:
-                raise RequestError(f"{what} {bad} is outside the vocabulary of {self.vocab_size}")
-        return prompt
+        return check_request(prompt_token_ids, params, self._limits)
 
     def _account(self, batch: Batch, deltas: list[TokenDelta], started: float, proposed: float, scored: float) -> None:
         stats = self.stats
@@ -266,6 +286,6 @@ class Engine:
         self.runner.buckets.restrict_decode(keep)
 
     def _warm_up_noise(self) -> None:
-        # Two tensors: one given twice would be a graph of its own.
-        seeds, positions = torch.zeros(2, NOISE_ROWS, dtype=torch.int64, device=self.loaded.adapter.device)
-        self._noise(seeds.clone(), positions.clone())
+        # Three tensors: one given twice would be a graph of its own.
+        seeds, positions, salts = torch.zeros(3, GROUP_ROWS, dtype=torch.int64, device=self.loaded.adapter.device)
+        self._noise(seeds.clone(), positions.clone(), salts.clone())

@@ -3,6 +3,7 @@
 import fcntl
 import hashlib
 import json
+import math
 import os
 import stat
 from collections.abc import Mapping
@@ -13,7 +14,8 @@ from typing import Any
 
 from compspec.config import EngineConfig
 from compspec.errors import CompspecError, RequestError
-from compspec.llm import RequestOutput
+from compspec.llm import CompletionOutput, RequestOutput
+from compspec.request import TokenLogprobs
 from compspec.sampling.params import SamplingParams
 
 _KEYS = ("id", "prompt", "messages", "prompt_token_ids", "params")
@@ -216,21 +218,44 @@ def _may_be_cut_result(raw: bytes) -> bool:
 
 
 def request_key(line: PromptLine, params: SamplingParams, config: EngineConfig, chat: bool) -> str:
-    """Identifies all that the output of a prompt depends on. Speculation is not among it."""
+    """Identifies all that the output of a prompt depends on. Speculation is not, unless it samples by itself."""
     sampling = params.model_dump(exclude={"speculative"})
-    parts = [line.prompt, line.messages, line.prompt_token_ids, chat, sampling]
+    parts: list[Any] = [line.prompt, line.messages, line.prompt_token_ids, chat, sampling]
     parts += [config.model.model_dump(), config.numerics.model_dump()]
+    if config.speculative.verifier == "rejection" and not params.is_greedy:
+        parts += [config.speculative.model_dump(), params.speculative]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def result_record(line: PromptLine, key: str, output: RequestOutput) -> dict[str, Any]:
-    """The JSON line of a finished prompt."""
-    stats = {**asdict(output.stats), "acceptance_length": output.stats.acceptance_length}
+    """The JSON line of a finished prompt: the first sample's fields, and all samples where there are several."""
+    samples = [_sample_record(sample) for sample in output.outputs]
+    record = {"id": line.id, "key": key, **samples[0]}
+    if output.prompt_logprobs is not None:
+        record["prompt_logprobs"] = [one and _logprobs_record(one) for one in output.prompt_logprobs]
+    if len(samples) > 1:
+        record["samples"] = samples
+    return record
+
+
+def _sample_record(sample: CompletionOutput) -> dict[str, Any]:
+    record: dict[str, Any] = {
+        "text": sample.text,
+        "token_ids": sample.token_ids,
+        "finish_reason": str(sample.finish_reason),
+        "stop_reason": sample.stop_reason,
+    }
+    if sample.error is not None:
+        record["error"] = sample.error
+    if sample.logprobs is not None:
+        record["logprobs"] = [_logprobs_record(one) for one in sample.logprobs]
+    record["stats"] = {**asdict(sample.stats), "acceptance_length": sample.stats.acceptance_length}
+    return record
+
+
+def _logprobs_record(logprobs: TokenLogprobs) -> dict[str, Any]:
+    """JSON has neither integer keys nor -Infinity."""
     return {
-        "id": line.id,
-        "key": key,
-        "text": output.text,
-        "token_ids": output.token_ids,
-        "finish_reason": str(output.finish_reason),
-        "stats": stats,
+        str(token): {**asdict(one), "logprob": one.logprob if math.isfinite(one.logprob) else None}
+        for token, one in logprobs.items()
     }

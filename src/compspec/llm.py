@@ -1,18 +1,20 @@
 """Text in, text out: the engine with a tokenizer around it."""
 
+import secrets
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral
 from pathlib import Path
 from typing import Any
 
 from compspec.config import EngineConfig, ModelSection, load_config, make_config
-from compspec.detokenizer import Detokenizer
+from compspec.detokenizer import Detokenizer, OutputText
 from compspec.engine import Engine
 from compspec.errors import ConfigError, RequestError, UnsupportedError
-from compspec.request import FinishReason, Request, RequestStats, TokenDelta
+from compspec.request import FinishReason, Request, RequestStats, TokenDelta, TokenLogprobs
 from compspec.runner.model_runner import Progress
+from compspec.sampling.noise import sample_seed
 from compspec.sampling.params import SamplingParams
 from compspec.stats import SpecStats
 
@@ -21,34 +23,105 @@ Conversation = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionOutput:
+    """One sample of a finished request.
+
+    Attributes:
+        index: 0 .. n - 1.
+        token_ids: the output, what ended it included.
+        text: the output's text, up to the first stop text; None without a tokenizer.
+        finish_reason: stop, length, abort or error.
+        stop_reason: the stop token id or stop text that ended it; None for the model's EOS.
+        error: why it failed, with finish_reason error; what was generated before is kept.
+        logprobs: one dict per output token, token id -> Logprob: the token itself, then the most likely ones.
+        stats: what it cost.
+    """
+
+    index: int
+    token_ids: list[int]
+    text: str | None
+    finish_reason: FinishReason
+    stop_reason: int | str | None
+    error: str | None
+    logprobs: list[TokenLogprobs] | None
+    stats: RequestStats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOutput:
     """A finished request.
+
+    What a sample has (`text`, `token_ids`, `finish_reason`, ...) can be asked of the request itself: it is that
+    of the first one.
 
     Attributes:
         request_id: as given, or a number.
         prompt: the text, or None where token ids were given.
-        prompt_token_ids, token_ids: prompt and output.
-        text: the output's text; None without a tokenizer.
-        finish_reason: stop, length or abort.
-        stats: what it cost.
+        prompt_token_ids: the prompt.
+        prompt_logprobs: one entry per prompt token, None for the first, if asked for.
+        outputs: the samples, `SamplingParams.n` of them.
     """
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
-    token_ids: list[int]
-    text: str | None
-    finish_reason: FinishReason
-    stats: RequestStats
+    prompt_logprobs: list[TokenLogprobs | None] | None
+    outputs: list[CompletionOutput]
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Of the first sample, as are the others below."""
+        return self.outputs[0].token_ids
+
+    @property
+    def text(self) -> str | None:
+        """See `CompletionOutput`."""
+        return self.outputs[0].text
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """See `CompletionOutput`."""
+        return self.outputs[0].finish_reason
+
+    @property
+    def stop_reason(self) -> int | str | None:
+        """See `CompletionOutput`."""
+        return self.outputs[0].stop_reason
+
+    @property
+    def error(self) -> str | None:
+        """See `CompletionOutput`."""
+        return self.outputs[0].error
+
+    @property
+    def logprobs(self) -> list[TokenLogprobs] | None:
+        """See `CompletionOutput`."""
+        return self.outputs[0].logprobs
+
+    @property
+    def stats(self) -> RequestStats:
+        """See `CompletionOutput`."""
+        return self.outputs[0].stats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """A piece of a streamed output: deltas, and in the last one how it ended."""
+    """A piece of a streamed output: deltas, and in the last one of a sample how it ended.
 
+    Attributes:
+        index: which sample it belongs to.
+        text, token_ids, logprobs: what is new.
+        finish_reason, stop_reason, error: as in `CompletionOutput`, with a sample's last piece.
+        stats: of the sample so far.
+    """
+
+    index: int
     text: str
     token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None
     finish_reason: FinishReason | None
+    stop_reason: int | str | None
+    error: str | None
     stats: RequestStats
 
 
@@ -106,10 +179,11 @@ class LLM:
             on_finish: called with the prompt's index as each output is complete.
 
         Returns:
-            One output per prompt, in their order.
+            One output per prompt, in their order. A request that fails while it runs has finish_reason `error`
+            and says why in `error`; the others are not affected.
 
         Raises:
-            RequestError, CapacityError: a prompt or parameter is wrong; then none of them runs.
+            RequestError, CapacityError, UnsupportedError: a prompt or parameter is wrong; then none of them runs.
         """
         listed = self._prompts(prompts)
         jobs = self._submit(listed, self._params(params, len(listed)))
@@ -118,7 +192,7 @@ class LLM:
             while len(outputs) < len(jobs):
                 self._step()
                 for index, job in enumerate(jobs):
-                    if index not in outputs and job.request.finish_reason is not None:
+                    if index not in outputs and job.is_finished:
                         outputs[index] = job.output()
                         if on_finish is not None:
                             on_finish(index, outputs[index])
@@ -165,21 +239,59 @@ class LLM:
         ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
 
+    def check_request(self, prompt: Prompt, params: SamplingParams) -> list[int]:
+        """Refuses a request that could not run; `generate` does the same.
+
+        Returns:
+            The prompt's token ids.
+
+        Raises:
+            RequestError, UnsupportedError: as `generate`.
+        """
+        token_ids = prompt if not isinstance(prompt, str) else self.encode(prompt)
+        return self.engine.check_request(token_ids, self._for_engine(params))
+
+    def _for_engine(self, params: SamplingParams) -> SamplingParams:
+        """The parameters in token ids: bad words tokenised."""
+        if self.tokenizer is None:
+            if params.stop:
+                raise UnsupportedError("this model has no tokenizer; use stop_token_ids instead of stop")
+            return params
+        words: dict[tuple[int, ...], None] = {}
+        for word in params.bad_words:
+            words.update(dict.fromkeys([word] if isinstance(word, tuple) else self._spellings(word)))
+        return params.model_copy(update={"bad_words": tuple(words)})
+
+    def _spellings(self, word: str) -> list[tuple[int, ...]]:
+        """A word's tokens at the beginning of a text, and after a space."""
+        texts = (word, f" {word.lstrip()}")
+        found = [tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
+        if not all(found):
+            raise RequestError(f"bad word {word!r} has no tokens")
+        return found
+
     def _step(self) -> None:
         """Runs one step and hands every delta to its job, whoever waits for it."""
         for delta in self.engine.step():
-            job = self._jobs.get(delta.request.request_id)
-            if job is None:
-                continue  # submitted to the engine directly
-            job.take(delta)
-            if delta.finish_reason is not None:
-                del self._jobs[delta.request.request_id]
+            self._hand_over(delta)
+        for job in list(self._jobs.values()):
+            for request in job.aborted():  # through the engine, behind our back
+                self._hand_over(TokenDelta(request=request, token_ids=(), finish_reason=FinishReason.ABORT))
+
+    def _hand_over(self, delta: TokenDelta) -> None:
+        job = self._jobs.get(delta.request.request_id)
+        if job is None:
+            return  # submitted to the engine directly
+        job.take(delta)
+        if delta.finish_reason is not None:
+            del self._jobs[delta.request.request_id]
 
     def _abort(self, jobs: Sequence["_Job"]) -> None:
         for job in jobs:
-            if job.request.finish_reason is None:
-                self.engine.abort(job.request.request_id)
-                self._jobs.pop(job.request.request_id, None)
+            for sample in job.samples:
+                delta = self.engine.abort(sample.request.request_id) if not sample.is_finished else None
+                if delta is not None:
+                    self._hand_over(delta)
 
     def _submit(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list["_Job"]:
         """Queues all, or none if one is refused."""
@@ -187,10 +299,15 @@ class LLM:
         try:
             for prompt, each in zip(prompts, params, strict=True):
                 text = prompt if isinstance(prompt, str) else None
-                token_ids = prompt if not isinstance(prompt, str) else self.encode(prompt)
-                job = _Job(self.engine.add_request(token_ids, each), text, self.tokenizer)
+                job = _Job(text, self.tokenizer)
                 jobs.append(job)
-                self._jobs[job.request.request_id] = job
+                token_ids = self.check_request(prompt, each)
+                for one in _samples_of(self._for_engine(each)):
+                    output_text = job.output_text(token_ids, one)
+                    end_check = output_text.push if output_text is not None else None
+                    request = self.engine.add_request(token_ids, one, end_check=end_check)
+                    job.samples.append(_Sample(request, output_text))
+                    self._jobs[request.request_id] = job
         except Exception:
             self._abort(jobs)
             raise
@@ -228,7 +345,10 @@ class LLM:
 
 
 class Stream(Iterator[Chunk]):
-    """The chunks of one request. Closing it, leaving its `with` block or dropping it aborts the request."""
+    """The chunks of one request, those of several samples as they come.
+
+    Closing it, leaving its `with` block or dropping it aborts the request.
+    """
 
     def __init__(self, job: "_Job", step: Callable[[], None], abort: Callable[[], None]) -> None:
         self._job = job
@@ -237,7 +357,7 @@ class Stream(Iterator[Chunk]):
 
     def __next__(self) -> Chunk:
         while not self._job.chunks:
-            if self._job.request.finish_reason is not None:
+            if self._job.is_finished:
                 raise StopIteration
             self._step()
         return self._job.chunks.popleft()
@@ -257,47 +377,107 @@ class Stream(Iterator[Chunk]):
         self.close()
 
 
-class _Job:
-    """A request and its text so far."""
+class _Sample:
+    """One request of the engine, and its text."""
 
-    def __init__(self, request: Request, prompt: str | None, tokenizer: Any) -> None:
+    def __init__(self, request: Request, text: OutputText | None) -> None:
         self.request = request
-        self._prompt = prompt
-        token_ids = request.token_ids.tolist()
-        self._detokenizer = Detokenizer(tokenizer, token_ids) if tokenizer is not None else None
-        self._text = ""
+        self.output_text = text
+        self.text = ""
+        self.is_finished = False
+
+
+class _Job:
+    """A prompt and its samples so far."""
+
+    def __init__(self, prompt: str | None, tokenizer: Any) -> None:
+        self.samples: list[_Sample] = []
         self.chunks: deque[Chunk] = deque()
+        self._prompt = prompt
+        self._tokenizer = tokenizer
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether every sample is, and its last delta was taken."""
+        return all(sample.is_finished for sample in self.samples)
+
+    def aborted(self) -> list[Request]:
+        """Requests that were aborted without a delta for it."""
+        ended = (sample.request for sample in self.samples if not sample.is_finished)
+        return [request for request in ended if request.finish_reason == FinishReason.ABORT]
+
+    def output_text(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> OutputText | None:
+        """The text of a sample that is about to begin; None without a tokenizer."""
+        if self._tokenizer is None:
+            return None
+        return OutputText(Detokenizer(self._tokenizer, prompt_token_ids), params.stop, params.min_tokens)
 
     def take(self, delta: TokenDelta) -> None:
-        """Adds a delta."""
+        """Adds a delta. The engine has shown its tokens to the sample's text already."""
+        index = next(at for at, sample in enumerate(self.samples) if sample.request is delta.request)
+        sample, request = self.samples[index], delta.request
         text = ""
-        if self._detokenizer is not None:
-            text = self._detokenizer.push(delta.token_ids)
+        if sample.output_text is not None:
             if delta.finish_reason is not None:
-                text += self._detokenizer.finish()
-        self._text += text
+                sample.output_text.finish()
+            text = sample.output_text.take()
+        sample.text += text
+        sample.is_finished = delta.finish_reason is not None
         self.chunks.append(
             Chunk(
+                index=index,
                 text=text,
                 token_ids=list(delta.token_ids),
+                logprobs=None if delta.logprobs is None else [self._with_text(one) for one in delta.logprobs],
                 finish_reason=delta.finish_reason,
-                stats=delta.request.stats,
+                stop_reason=request.stop_reason,
+                error=request.error,
+                stats=request.stats,
             )
         )
 
     def output(self) -> RequestOutput:
         """The finished request."""
-        request = self.request
-        assert request.finish_reason is not None
+        first = self.samples[0].request
+        prompt_logprobs = first.prompt_logprobs
+        if prompt_logprobs is not None:
+            prompt_logprobs = [None if one is None else self._with_text(one) for one in prompt_logprobs]
         return RequestOutput(
-            request_id=request.request_id,
+            request_id=first.request_id,
             prompt=self._prompt,
-            prompt_token_ids=request.token_ids[: request.num_prompt_tokens].tolist(),
+            prompt_token_ids=first.token_ids[: first.num_prompt_tokens].tolist(),
+            prompt_logprobs=prompt_logprobs,
+            outputs=[self._completion(index, sample) for index, sample in enumerate(self.samples)],
+        )
+
+    def _completion(self, index: int, sample: _Sample) -> CompletionOutput:
+        request = sample.request
+        assert request.finish_reason is not None
+        return CompletionOutput(
+            index=index,
             token_ids=request.output_token_ids,
-            text=self._text if self._detokenizer is not None else None,
+            text=sample.text if sample.output_text is not None else None,
             finish_reason=request.finish_reason,
+            stop_reason=request.stop_reason,
+            error=request.error,
+            logprobs=None if request.logprobs is None else [self._with_text(one) for one in request.logprobs],
             stats=request.stats,
         )
+
+    def _with_text(self, logprobs: TokenLogprobs) -> TokenLogprobs:
+        if self._tokenizer is None:
+            return logprobs
+        return {token: replace(one, token=self._tokenizer.decode([token])) for token, one in logprobs.items()}
+
+
+def _samples_of(params: SamplingParams) -> list[SamplingParams]:
+    """The parameters of each of the n samples: one each, with seeds that follow from the first."""
+    if params.n == 1:
+        return [params]
+    seed = params.seed if params.seed is not None else secrets.randbits(63)
+    each = {"n": 1, "prompt_logprobs": None}
+    first = params.model_copy(update={"n": 1, "seed": seed})
+    return [first, *(params.model_copy(update={**each, "seed": sample_seed(seed, i)}) for i in range(1, params.n))]
 
 
 def _by_section(overrides: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """One request from submission to its end."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -10,11 +11,34 @@ from compspec.sampling.params import SamplingParams
 
 
 class FinishReason(StrEnum):
-    """Why an output ended: a stop token, the length limit, or the caller."""
+    """Why an output ended: a stop token or text, the length limit, the caller, or a failure of this request alone."""
 
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """The model's own log-probability of a token at one place.
+
+    Attributes:
+        logprob: natural logarithm, of the raw logits' softmax over the whole vocabulary.
+        rank: 1 for the most likely token; of equally likely ones the lowest id comes first.
+        token: its text, where a tokenizer is at hand.
+    """
+
+    logprob: float
+    rank: int
+    token: str | None = None
+
+
+TokenLogprobs = dict[int, Logprob]
+"""One place: the token that stands there first, then the most likely ones in order."""
+
+EndCheck = Callable[[int], str | None]
+"""Takes each output token in turn; returns the stop text that it completes, if any."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -70,6 +94,13 @@ class Request:
     """A prompt, its parameters and its state. Mutable; owned by the engine.
 
     `num_computed_tokens` (KV valid and verified) chases `num_tokens` (prompt and output).
+
+    Attributes:
+        end_check: told of every output token in order, until it or something else ends the output.
+        stop_reason: the stop token id or text that ended the output; None for the model's EOS.
+        error: why the request failed, with finish_reason ERROR.
+        logprobs: one entry per output token, if asked for.
+        prompt_logprobs: one entry per prompt token that is computed, None for the first, if asked for.
     """
 
     def __init__(
@@ -80,17 +111,23 @@ class Request:
         *,
         seed: int,
         max_tokens: int,
+        end_check: EndCheck | None = None,
     ) -> None:
         self.request_id = request_id
         self.params = params
         self.seed = seed
         self.max_tokens = max_tokens
+        self.end_check = end_check
         self.num_prompt_tokens = len(prompt_token_ids)
         self.num_tokens = self.num_prompt_tokens
         self.num_computed_tokens = 0
         self.block_ids: list[int] = []
         self.slot: int | None = None
         self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+        self.error: str | None = None
+        self.logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = None if params.prompt_logprobs is None else [None]
         self.stats = RequestStats()
         self.arrived_at = 0.0
         self.admitted_at = 0.0
@@ -140,8 +177,10 @@ class TokenDelta:
         request: the request; `request.stats` goes on changing until it is finished.
         token_ids: the new output tokens, cut at the first stop.
         finish_reason: set with the last delta.
+        logprobs: one entry per new token, if asked for.
     """
 
     request: Request
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None
+    logprobs: tuple[TokenLogprobs, ...] | None = None

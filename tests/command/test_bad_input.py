@@ -29,6 +29,22 @@ from tests.tiny_models import tiny_model_folder
         ("sampling.temperature=.nan", ["temperature", "finite"]),
         ("sampling.top_p=0", ["top_p"]),
         ("sampling.temprature=1", ["temprature", "temperature"]),
+        ("sampling.logits_processors=[print]", ["logits_processors"]),
+        ("sampling.n=2", ["n is 2", "temperature is 0"]),
+        ("sampling.n=0", ["sampling", "'n'"]),
+        ("sampling.stop=['']", ["stop"]),
+        ("sampling.bad_words=[[]]", ["bad_words"]),
+        ("sampling.bad_words=[[600]]", ["bad_words", "600", "512"]),
+        ("sampling.logit_bias={600: 1}", ["logit_bias", "600", "512"]),
+        ("sampling.allowed_token_ids=[600]", ["allowed_token_ids", "600", "512"]),
+        ("sampling.stop_token_ids=[600]", ["stop token id 600", "512"]),
+        ("sampling.logprobs=513", ["logprobs is 513", "512"]),
+        ("sampling.min_tokens=13", ["min_tokens 13", "max_tokens 12"]),
+        ("sampling={min_tokens: 250, max_tokens: 250}", ["min_tokens is 250", "room for"]),
+        ("sampling={allowed_token_ids: [9], bad_words: [[9]]}", ["leave no token"]),
+        ("speculative.scorer=single", ["speculative.scorer", "multi_query", "batch_expansion"]),
+        ("speculative.verifier=typical", ["speculative.verifier", "equality", "rejection"]),
+        ("speculative.block_verification=true", ["block_verification", "verifier: rejection", "equality"]),
         ("cache.block_size=12", ["block_size", "power of two"]),
         ("cache.num_blocks=3", ["KV blocks", "cache.num_blocks"]),
         ("model.device=cuda:99", ["cuda"]),
@@ -82,6 +98,12 @@ def test_prompts_that_are_empty_or_too_long(compspec, config) -> None:
         '{"prompt_token_ids": [1, 99999]}',
         '{"prompt_token_ids": ["x"]}',
         '{"prompt_token_ids": []}',
+        '{"prompt": "a", "params": {"n": 2}}',
+        '{"prompt": "a", "params": {"stop": [""]}}',
+        '{"prompt": "a", "params": {"bad_words": [[600]]}}',
+        '{"prompt": "a", "params": {"allowed_token_ids": [9], "bad_words": [[9]]}}',
+        '{"prompt": "a", "params": {"logprobs": 513}}',
+        '{"prompt": "a", "params": {"logits_processors": ["print"]}}',
         '{"prompt": "a", "id": "ok"}',
     ],
 )
@@ -173,3 +195,22 @@ def test_a_family_that_is_not_supported_is_named(compspec, config, tmp_path) -> 
     result = compspec("generate", "-c", config, "--prompt", "x", "--set", f"model.source={folder}")
     assert result.code == 2
     assert "Bloom" in result.error_line
+
+
+def test_check_is_refused_where_tokens_cannot_be_compared(compspec, config, tmp_path) -> None:
+    """By the configuration or by one line of a prompt file; nothing has run or been written then."""
+    rejection = ["--set", "speculative.verifier=rejection", "--check"]
+    hot = ["--set", "sampling.temperature=1.0"]
+    result = compspec("generate", "-c", config, "--prompt", "x", *rejection, *hot)
+    assert result.code == 2
+    assert all(word in result.error_line for word in ("--check", "verifier: rejection", "temperature 0"))
+    assert "starting" not in result.err
+    prompts, output = tmp_path / "p.jsonl", tmp_path / "out.jsonl"
+    lines = [{"id": "a", "prompt": "x"}, {"id": "b", "prompt": "x", "params": {"temperature": 1.0}}]
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    result = compspec("generate", "-c", config, "--prompts", prompts, "--output", output, *rejection)
+    assert result.code == 2
+    assert "--check" in result.error_line
+    assert not output.exists()
+    prompts.write_text(json.dumps({"prompt": "x", "params": {"temperature": 0.0}}) + "\n", encoding="utf-8")
+    assert compspec("generate", "-c", config, "--prompts", prompts, *rejection, *hot).code == 0

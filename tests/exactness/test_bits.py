@@ -5,9 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from compspec.batch import Batch, DraftTokens, StepOutput
+from compspec.batch import Batch, DraftTokens, Scores, StepOutput
 from compspec.engine import Engine
+from compspec.sampling.metadata import SamplingMetadata
 from compspec.sampling.params import SamplingParams
+from compspec.sampling.sampler import Sampled
 from tests.law import make_engine, make_prompts, run
 from tests.tiny_models import tiny_model_folder
 
@@ -18,19 +20,20 @@ def record(engine: Engine) -> Bits:
     """Collects the logits row of every output token, by (prompt, position), as the engine runs."""
     rows: Bits = {}
     score, verify = engine._scorer.score, engine._verifier.verify
-    kept: list[torch.Tensor] = []
+    kept: list[Scores] = []
 
-    def scoring(batch: Batch, drafts: DraftTokens) -> torch.Tensor:
+    def scoring(batch: Batch, drafts: DraftTokens) -> Scores:
         kept[:] = [score(batch, drafts)]
         return kept[0]
 
-    def verifying(targets: torch.Tensor, batch: Batch, drafts: DraftTokens) -> StepOutput:
-        output = verify(targets, batch, drafts)
+    def verifying(sampled: Sampled, metadata: SamplingMetadata, batch: Batch, drafts: DraftTokens) -> StepOutput:
+        output = verify(sampled, metadata, batch, drafts)
         for index, entry in enumerate(batch.scheduled):
             request = entry.request
             prompt = tuple(request.token_ids[: request.num_prompt_tokens].tolist())
             for row in range(len(output.token_ids[index])):
-                rows[prompt, request.num_tokens + row] = kept[0][index, row].clone()
+                place = kept[0].first_row[index] + row
+                rows[prompt, request.num_tokens + row] = kept[0].logits[place].clone()
         return output
 
     engine._scorer.score, engine._verifier.verify = scoring, verifying

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compspec.batch import Batch, DraftTokens, ScheduledRequest, StepOutput
+from compspec.batch import Batch, DraftTokens, ScheduledRequest, Scores, StepOutput
 from compspec.request import Request
-from compspec.sampling.metadata import SamplingMetadata
+from compspec.sampling.metadata import MetadataState, SamplingMetadata
 from compspec.sampling.params import SamplingParams
 
 
@@ -75,32 +75,39 @@ def no_drafts(batch: Batch) -> DraftTokens:
 def step_output(*token_ids: Sequence[int]) -> StepOutput:
     """What a step gave each request, nothing of it drafted."""
     zeros = (0,) * len(token_ids)
-    return StepOutput(token_ids=tuple(map(tuple, token_ids)), num_draft_tokens=zeros, num_accepted_tokens=zeros)
+    return StepOutput(
+        token_ids=tuple(map(tuple, token_ids)),
+        num_draft_tokens=zeros,
+        num_accepted_tokens=zeros,
+        errors=(None,) * len(token_ids),
+    )
 
 
-def make_metadata(num_requests: int, num_rows: int, **changes: Any) -> SamplingMetadata:
-    """Metadata of requests that ask for nothing; `changes` replaces fields."""
+def scores(logits: Tensor) -> Scores:
+    """Scores of a step from logits [R, Q, V], as the multi-query scorer hands them over."""
+    num_requests, num_rows, _ = logits.shape
+    return Scores(logits=logits.flatten(0, 1), first_row=tuple(range(0, num_requests * num_rows, num_rows)))
 
-    def full(value: float) -> Tensor:
-        return torch.full((num_requests,), value)
 
+def make_metadata(num_rows: int, **changes: Any) -> SamplingMetadata:
+    """Metadata of one request with `num_rows` rows that asks for nothing; `changes` replaces fields.
+
+    Per-row fields take a number for all rows or a tensor; the groups follow from them.
+    """
+    per_row: dict[str, Any] = {"temperature": 0.0, "top_p": 1.0, "log_min_p": float("-inf"), "top_k": 0}
+    for name, default in per_row.items():
+        value = changes.pop(name, default)
+        dtype = torch.int64 if name == "top_k" else torch.float32
+        per_row[name] = value if isinstance(value, Tensor) else torch.full((num_rows,), value, dtype=dtype)
+    state = MetadataState(1, 1, torch.device("cpu"), max_model_len=1)
     fields: dict[str, Any] = {
-        "positions": torch.arange(num_rows).expand(num_requests, num_rows),
-        "draft_token_ids": torch.empty(num_requests, 0, dtype=torch.int64),
-        "seeds": torch.arange(num_requests),
-        "temperature": full(0.0),
-        "top_p": full(1.0),
-        "log_min_p": full(float("-inf")),
-        "repetition": full(1.0),
-        "presence": full(0.0),
-        "frequency": full(0.0),
-        "top_k": torch.zeros(num_requests, dtype=torch.int64),
-        "prompt_mask": None,
-        "output_counts": None,
-        "max_top_k": 0,
-        "any_noise": False,
-        "any_top_p": False,
-        "any_min_p": False,
+        "row_starts": (0, num_rows),
+        "rows": torch.arange(num_rows),
+        "positions": torch.arange(num_rows),
+        "window_starts": torch.zeros(num_rows, dtype=torch.int64),
+        "seeds": torch.zeros(num_rows, dtype=torch.int64),
+        "groups": tuple(state._groups(*(each.numpy() for each in per_row.values()))),
+        **per_row,
         **changes,
     }
     return SamplingMetadata(**fields)
@@ -114,3 +121,8 @@ def bits(tensor: Tensor) -> Tensor:
 def same_bits(a: Tensor, b: Tensor) -> bool:
     """Whether two float32 tensors agree in every bit."""
     return a.shape == b.shape and torch.equal(bits(a), bits(b))
+
+
+def step_scores(drafts: DraftTokens, vocab_size: int = 1) -> Scores:
+    """Scores of a decode step, for tests that look at the metadata alone."""
+    return scores(torch.empty(len(drafts.token_ids), drafts.token_ids.shape[1] + 1, vocab_size))

@@ -74,6 +74,12 @@ WRONG = [
     ("speculative.method", 3, "speculative.method"),
     ("speculative.num_draft_tokens", 0, "speculative.num_draft_tokens"),
     ("speculative.num_draft_tokens", True, "speculative.num_draft_tokens"),
+    ("speculative.scorer", "single_query", "speculative.scorer"),
+    ("speculative.scorer", None, "speculative.scorer"),
+    ("speculative.verifier", "typical", "speculative.verifier"),
+    ("speculative.verifier", True, "speculative.verifier"),
+    ("speculative.block_verification", "yes", "speculative.block_verification"),
+    ("speculative.block_verification", 1, "speculative.block_verification"),
     ("cache.block_size", 17, "power of two"),
     ("cache.block_size", 0, "cache.block_size"),
     ("cache.num_blocks", 1, "cache.num_blocks"),
@@ -93,6 +99,15 @@ WRONG = [
     ("sampling", [], "sampling"),
     ("sampling.temperature", -1, "temperature"),
     ("sampling.temperature", "hot", "temperature"),
+    ("sampling.n", 0, "n"),
+    ("sampling.n", 2, "temperature is 0"),
+    ("sampling.min_tokens", 1000, "min_tokens 1000 is more than max_tokens 128"),
+    ("sampling.stop", [""], "stop"),
+    ("sampling.logprobs", -1, "logprobs"),
+    ("sampling.bad_words", [[]], "bad_words"),
+    ("sampling.logit_bias", {3: 1000}, "logit_bias"),
+    ("sampling.logits_processors", ["os.system"], "logits_processors"),
+    ("sampling.logits_processors", [print], "are code and no configuration"),
     ("cache_dir", 3, "cache_dir"),
     ("cache.memory", math.nan, "cache.memory"),
     ("cache.memory", math.inf, "cache.memory"),
@@ -302,3 +317,68 @@ def test_keys_that_are_no_names_are_refused() -> None:
     for data in ({**MODEL, 1: {}}, {**MODEL, "sampling": {1: 2}}):
         assert "are names, given: 1" in refused(data)
     assert "are names" in refused(MODEL, {"model": {1: 2}})
+
+
+def test_block_verification_is_refused_without_the_verifier_it_belongs_to() -> None:
+    message = refused(MODEL, {"speculative.block_verification": True})
+    assert "speculative.block_verification" in message
+    assert "speculative.verifier: rejection" in message
+    assert "equality" in message
+    both = {"speculative.block_verification": True, "speculative.verifier": "rejection"}
+    assert make_config(MODEL, both).speculative.block_verification is True
+
+
+def test_scorer_and_verifier_are_not_options_of_a_method() -> None:
+    """They stay where another method is chosen."""
+    chosen = {"method": "ngram", "scorer": "batch_expansion", "verifier": "rejection", "block_verification": True}
+    data = {**MODEL, "speculative": {**chosen, "prompt_lookup_max": 4}}
+    speculative = make_config(data).speculative
+    assert speculative.options == {"prompt_lookup_max": 4}
+    other = make_config(data, {"speculative.method": "none"}).speculative
+    assert (other.scorer, other.verifier, other.block_verification) == ("batch_expansion", "rejection", True)
+    assert other.options == {}
+
+
+def test_drafts_are_compared_and_scored_together_unless_told_otherwise() -> None:
+    speculative = make_config(MODEL).speculative
+    assert (speculative.scorer, speculative.verifier, speculative.block_verification) == (
+        "multi_query",
+        "equality",
+        False,
+    )
+
+
+def test_sampling_defaults_of_every_kind_are_read_from_a_file(tmp_path: Path) -> None:
+    content = """
+model: {source: x}
+sampling:
+  temperature: 0.5
+  n: 2
+  min_tokens: 3
+  stop: ["\\n\\n", "User:"]
+  bad_words: [ugly, [3, 4]]
+  logit_bias: {5: 1.5, "6": -2}
+  allowed_token_ids: [3, 4]
+  logprobs: 2
+  prompt_logprobs: 0
+"""
+    sampling = load_config(write(tmp_path, content)).sampling
+    assert sampling == SamplingParams(
+        temperature=0.5,
+        n=2,
+        min_tokens=3,
+        stop=("\n\n", "User:"),
+        bad_words=("ugly", (3, 4)),
+        logit_bias={5: 1.5, 6: -2.0},
+        allowed_token_ids=(3, 4),
+        logprobs=2,
+        prompt_logprobs=0,
+    )
+    config = load_config(tmp_path / "config.yaml")
+    assert make_config(config.model_dump()) == config
+    assert make_config(config.model_dump(mode="json")) == config
+
+
+def test_the_schema_describes_sampling_without_code() -> None:
+    properties = EngineConfig.model_json_schema()["$defs"]["SamplingParams"]["properties"]
+    assert set(properties) == set(SamplingParams.model_fields) - {"logits_processors"}

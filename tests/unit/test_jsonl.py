@@ -1,6 +1,7 @@
 """Prompt and result files: nothing finished is lost or doubled, and nothing of the user's is overwritten."""
 
 import json
+import math
 import os
 import resource
 from collections.abc import Iterator
@@ -12,9 +13,9 @@ import pytest
 
 from compspec.config import make_config
 from compspec.errors import CompspecError, RequestError
-from compspec.jsonl import OutputError, ResultFile, read_prompts, request_key, result_record
-from compspec.llm import RequestOutput
-from compspec.request import FinishReason, RequestStats
+from compspec.jsonl import OutputError, PromptLine, ResultFile, read_prompts, request_key, result_record
+from compspec.llm import CompletionOutput, RequestOutput
+from compspec.request import FinishReason, Logprob, RequestStats
 from compspec.sampling.params import SamplingParams
 
 
@@ -150,25 +151,90 @@ def test_a_file_that_cannot_be_opened_is_an_output_error(tmp_path: Path) -> None
     assert issubclass(OutputError, CompspecError)
 
 
-def test_a_result_record_holds_what_a_later_run_recognises(path: Path, tmp_path: Path) -> None:
-    (prompt,) = read_prompts(prompts(tmp_path, '{"id": "x", "prompt": "hello"}'))
-    output = RequestOutput(
+def sample(index: int = 0, **changes: Any) -> CompletionOutput:
+    fields: dict[str, Any] = {
+        "index": index,
+        "token_ids": [5, 6],
+        "text": "é\ud800",  # no tokenizer gives a lone surrogate, but an id may hold one
+        "finish_reason": FinishReason.LENGTH,
+        "stop_reason": None,
+        "error": None,
+        "logprobs": None,
+        "stats": RequestStats(num_decode_steps=2, num_decode_tokens=5),
+    }
+    return CompletionOutput(**{**fields, **changes})
+
+
+def output_of(*samples: CompletionOutput, prompt_logprobs: Any = None) -> RequestOutput:
+    return RequestOutput(
         request_id="0",
         prompt="hello",
-        prompt_token_ids=[1],
-        token_ids=[5, 6],
-        text="é\ud800",  # no tokenizer gives a lone surrogate, but an id may hold one
-        finish_reason=FinishReason.LENGTH,
-        stats=RequestStats(num_decode_steps=2, num_decode_tokens=5),
+        prompt_token_ids=[1, 2],
+        prompt_logprobs=prompt_logprobs,
+        outputs=list(samples),
     )
-    found = result_record(prompt, "k", output)
+
+
+def written(path: Path, output: RequestOutput) -> dict[str, Any]:
+    """The record of an output as it is read back; every line must be JSON in the strict sense."""
+    made = result_record(
+        PromptLine(id="x", prompt="hello", messages=None, prompt_token_ids=None, params={}), "k", output
+    )
+    file = ResultFile(path, {})
+    file.write(made)
+    file.close()
+
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is not JSON")
+
+    (raw,) = path.read_bytes().splitlines()
+    found: dict[str, Any] = json.loads(raw, parse_constant=refuse)
+    assert found == made
+    assert ResultFile(path, {}).finished == {"x"}
+    return found
+
+
+def test_a_result_record_holds_what_a_later_run_recognises(path: Path) -> None:
+    found = written(path, output_of(sample()))
     assert found["stats"]["acceptance_length"] == 2.5
     assert found["finish_reason"] == "length"
-    file = ResultFile(path, {})
-    file.write(found)
-    file.close()
-    assert json.loads(path.read_bytes()) == found
-    assert ResultFile(path, {}).finished == {"x"}
+    assert set(found) == {"id", "key", "text", "token_ids", "finish_reason", "stop_reason", "stats"}
+
+
+@pytest.mark.parametrize("stop_reason", [None, 7, "\n\n"])
+def test_a_record_says_what_stopped_the_output(path: Path, stop_reason: int | str | None) -> None:
+    found = written(path, output_of(sample(finish_reason=FinishReason.STOP, stop_reason=stop_reason)))
+    assert (found["finish_reason"], found["stop_reason"]) == ("stop", stop_reason)
+
+
+def test_a_record_says_why_a_request_failed_and_what_it_had_generated(path: Path) -> None:
+    found = written(path, output_of(sample(finish_reason=FinishReason.ERROR, error="it broke")))
+    assert (found["finish_reason"], found["error"], found["token_ids"]) == ("error", "it broke", [5, 6])
+
+
+def test_log_probabilities_in_a_record_have_text_keys_and_null_for_minus_infinity(path: Path) -> None:
+    own = {5: Logprob(-0.5, 1, "a"), 9: Logprob(-math.inf, 2, "b")}
+    found = written(path, output_of(sample(logprobs=[own, {}]), prompt_logprobs=[None, {2: Logprob(math.nan, 3)}]))
+    assert found["logprobs"] == [
+        {"5": {"logprob": -0.5, "rank": 1, "token": "a"}, "9": {"logprob": None, "rank": 2, "token": "b"}},
+        {},
+    ]
+    assert found["prompt_logprobs"] == [None, {"2": {"logprob": None, "rank": 3, "token": None}}]
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_a_record_holds_all_samples_and_the_first_one_beside(path: Path, count: int) -> None:
+    samples = [
+        sample(index, token_ids=[index], text=str(index), stop_reason=index, finish_reason=FinishReason.STOP)
+        for index in range(count)
+    ]
+    found = written(path, output_of(*samples))
+    assert [each["token_ids"] for each in found["samples"]] == [[index] for index in range(count)]
+    assert [each["stop_reason"] for each in found["samples"]] == list(range(count))
+    assert {name: found[name] for name in found["samples"][0]} == found["samples"][0]
+    assert "samples" not in result_record(
+        PromptLine(id="x", prompt="a", messages=None, prompt_token_ids=None, params={}), "k", output_of(sample())
+    )
 
 
 def test_a_result_of_another_prompt_under_the_same_id_is_refused(path: Path) -> None:
@@ -203,6 +269,115 @@ def test_a_key_stands_for_all_that_an_output_depends_on(tmp_path: Path) -> None:
     assert len({key, *different}) == 6
     speculative = make_config({"model": {"source": "m"}, "speculative": {"method": "ngram"}})
     assert request_key(prompt, SamplingParams(speculative=False), speculative, False) == key
+
+
+NEW_PARAMS: dict[str, Any] = {
+    "min_tokens": 2,
+    "logit_bias": {"5": 1.5, "6": -100},
+    "bad_words": ["no", [3, 4]],
+    "allowed_token_ids": [3, 4],
+    "stop": ["\n", "😀"],
+    "stop_token_ids": [4],
+    "ignore_eos": True,
+    "n": 3,
+    "logprobs": 0,
+    "prompt_logprobs": 2,
+    "seed": 1,
+    "repetition_penalty": 1.1,
+    "presence_penalty": 0.5,
+    "frequency_penalty": -0.5,
+    "top_k": 4,
+    "top_p": 0.5,
+    "min_p": 0.1,
+    "temperature": 0.5,
+    "max_tokens": 7,
+    "speculative": 2,
+}
+
+
+def test_every_parameter_can_stand_in_a_line_of_a_prompt_file(tmp_path: Path) -> None:
+    assert set(NEW_PARAMS) == set(SamplingParams.model_fields) - {"logits_processors"}
+    content = json.dumps({"prompt": "a", "params": NEW_PARAMS})
+    (prompt,) = read_prompts(prompts(tmp_path, content))
+    params = prompt.sampling(SamplingParams(max_tokens=9))
+    assert params == SamplingParams(
+        **{
+            **NEW_PARAMS,
+            "logit_bias": {5: 1.5, 6: -100.0},
+            "bad_words": ("no", (3, 4)),
+            "stop": ("\n", "😀"),
+        }
+    )
+    (one,) = read_prompts(prompts(tmp_path, '{"prompt": "a", "params": {"stop": "\\n", "speculative": false}}'))
+    assert one.sampling(SamplingParams(stop="other")) == SamplingParams(stop=("\n",), speculative=False)
+
+
+def test_defaults_of_the_configuration_hold_where_a_line_says_nothing(tmp_path: Path) -> None:
+    defaults = SamplingParams(stop="x", bad_words=["y", [3]], logit_bias={3: 1.0}, allowed_token_ids=[1], logprobs=2)
+    (prompt,) = read_prompts(prompts(tmp_path, '{"prompt": "a", "params": {"stop": [], "min_tokens": 1}}'))
+    assert prompt.sampling(defaults) == defaults.model_copy(update={"stop": (), "min_tokens": 1})
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"n": 2},
+        {"stop": [""]},
+        {"stop": 3},
+        {"bad_words": ["a", []]},
+        {"bad_words": "word"},
+        {"logit_bias": {"x": 1}},
+        {"logit_bias": {"5": 101}},
+        {"allowed_token_ids": []},
+        {"logprobs": -1},
+        {"logprobs": True},
+        {"prompt_logprobs": 1.5},
+        {"min_tokens": 200},
+        {"logits_processors": ["os.system"]},
+        {"speculative": True},
+    ],
+    ids=str,
+)
+def test_a_wrong_new_parameter_is_one_line_with_its_prompt(tmp_path: Path, params: dict[str, Any]) -> None:
+    (prompt,) = read_prompts(prompts(tmp_path, json.dumps({"id": "x", "prompt": "a", "params": params})))
+    with pytest.raises(RequestError, match="prompt 'x': ") as caught:
+        prompt.sampling(SamplingParams())
+    assert "\n" not in str(caught.value)
+
+
+def test_a_key_changes_with_every_parameter_but_speculative() -> None:
+    prompt = PromptLine(id="x", prompt="hello", messages=None, prompt_token_ids=None, params={})
+    config = make_config({"model": {"source": "m"}})
+
+    def key(**values: Any) -> str:
+        return request_key(prompt, SamplingParams(**{"temperature": 1.0, **values}), config, False)
+
+    base = key()
+    changed = {name: key(**{name: value}) for name, value in NEW_PARAMS.items() if name != "speculative"}
+    assert len({base, *changed.values()}) == len(changed) + 1
+    assert key(speculative=2) == key(speculative=False) == base
+    assert key(stop="a") != key(stop="b")
+    assert key(bad_words=["3"]) != key(bad_words=[[3]])
+    assert key(stop=["a", "b"]) != key(stop=["ab"])
+    assert key(logit_bias={5: 1.0, 30: 2.0}) == key(logit_bias={30: 2.0, 5: 1.0}), "the order of a mapping is no value"
+
+
+def test_a_key_changes_with_speculation_where_it_samples_by_itself() -> None:
+    """The rejection verifier keeps the distribution of sampled outputs, not their tokens."""
+    prompt = PromptLine(id="x", prompt="hello", messages=None, prompt_token_ids=None, params={})
+
+    def key(temperature: float, **speculative: Any) -> str:
+        config = make_config({"model": {"source": "m"}, "speculative": {"method": "ngram", **speculative}})
+        return request_key(prompt, SamplingParams(temperature=temperature), config, False)
+
+    rejection = [
+        key(1.0, verifier="rejection"),
+        key(1.0, verifier="rejection", num_draft_tokens=3),
+        key(1.0, verifier="rejection", block_verification=True),
+    ]
+    assert len({key(1.0), *rejection}) == 4
+    assert key(1.0) == key(1.0, num_draft_tokens=3) == key(1.0, scorer="batch_expansion")
+    assert key(0.0) == key(0.0, verifier="rejection"), "greedy outputs are the same"
 
 
 def test_prompts_of_all_three_kinds_are_read(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def test_two_requests_share_no_state() -> None:
 
 
 def test_finish_reasons_read_as_words() -> None:
-    assert [str(reason) for reason in FinishReason] == ["stop", "length", "abort"]
+    assert [str(reason) for reason in FinishReason] == ["stop", "length", "abort", "error"]
 
 
 def test_steps_are_counted_by_draft_position() -> None:
@@ -72,3 +72,15 @@ def test_positions_add_up_to_the_totals() -> None:
     assert sum(stats.drafted_per_position) == stats.num_draft_tokens
     assert sum(stats.accepted_per_position) == stats.num_accepted_tokens
     assert all(a <= d for a, d in zip(stats.accepted_per_position, stats.drafted_per_position, strict=True))
+
+
+def test_log_probabilities_are_collected_only_where_asked_for() -> None:
+    assert (make_request().logprobs, make_request().prompt_logprobs) == (None, None)
+    asked = make_request(logprobs=0, prompt_logprobs=2)
+    assert asked.logprobs == []
+    assert asked.prompt_logprobs == [None], "nothing comes before the first prompt token"
+
+
+def test_a_new_request_has_no_end() -> None:
+    request = make_request()
+    assert (request.finish_reason, request.stop_reason, request.error, request.end_check) == (None,) * 4

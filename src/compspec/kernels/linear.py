@@ -5,6 +5,7 @@ there is no gradient formula.
 """
 
 import ctypes
+import platform
 import threading
 from pathlib import Path
 
@@ -65,7 +66,13 @@ def is_wanted(cache_dir: Path | None = None) -> bool:
 
 
 def has_native_bf16() -> bool:
-    """Whether torch's own matrix products use bfloat16 instructions of this CPU."""
+    """Whether torch's own matrix products use bfloat16 instructions of this CPU.
+
+    On x86 oneDNN calls bfloat16 supported where AVX-512 alone stands in for such instructions.
+    """
+    if platform.machine() in ("x86_64", "AMD64"):
+        tests = (getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
+        return any(test is not None and test() for test in tests)
     supported = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
     return supported is not None and bool(supported())
 

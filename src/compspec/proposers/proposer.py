@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 import compspec.proposers
 from compspec.batch import Batch, DraftTokens, StepOutput
+from compspec.config import SpeculativeSection
 from compspec.errors import ConfigError
 from compspec.sampling.params import describe_validation_error
 
@@ -57,7 +58,7 @@ def make_proposer(method: str, options: Mapping[str, Any], num_draft_tokens: int
     try:
         parsed = module.Options.model_validate(dict(options))
     except ValidationError as error:
-        shared = ["method", "num_draft_tokens"]
+        shared = list(SpeculativeSection.model_fields)
         what = f"key for method {method} in configuration section 'speculative':"
         raise ConfigError(describe_validation_error(error, shared + list(module.Options.model_fields), what)) from None
     proposer: Proposer = module.make(parsed, num_draft_tokens)
@@ -85,3 +86,7 @@ def check_drafts(batch: Batch, drafts: DraftTokens, vocab_size: int) -> None:
             raise ValueError(f"proposer returned token ids {real.tolist()} outside the vocabulary of {vocab_size}")
         if (drafts.token_ids[row, count:] != -1).any():
             raise ValueError("proposer must pad drafts with -1")
+    if drafts.probs is not None and drafts.probs.shape != (*drafts.token_ids.shape, vocab_size):
+        raise ValueError(
+            f"proposer returned probabilities {list(drafts.probs.shape)} for drafts {list(drafts.token_ids.shape)}"
+        )

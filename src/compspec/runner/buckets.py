@@ -25,7 +25,8 @@ class Buckets:
 
     Exact numerics decode at `decode_width`, and at `plain_width` where nothing is drafted and the self-test
     finds the two bit-equal; a prompt's chunks, the padding of the last one included, are a function of the
-    prompt's length. Fast numerics decode at 1 and at K + 1 rows.
+    prompt's length. Fast numerics decode at 1 and at K + 1 rows. Batch expansion has as many rows, each as a request
+    of its own.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -36,11 +37,10 @@ class Buckets:
         widths = sorted({narrow, config.query_len})
         chunk = config.numerics.prefill_chunk
         tails = [chunk // 4, chunk] if chunk >= 64 else [chunk]
-        self.decode = [
-            Bucket(num_requests=size, query_len=width, num_logits=width)
-            for size in _batch_sizes(config)
-            for width in widths
-        ]
+        shapes = {(size, width) for size in _batch_sizes(config) for width in widths}
+        if config.speculative.scorer == "batch_expansion":
+            shapes = {(size * width, 1) for size, width in shapes}
+        self.decode = [Bucket(num_requests=size, query_len=width, num_logits=width) for size, width in sorted(shapes)]
         self.prefill = [Bucket(num_requests=1, query_len=length, num_logits=1) for length in tails]
 
     @property

@@ -17,6 +17,7 @@ from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
 
 from compspec.batch import Bucket
 from compspec.errors import UnsupportedError
+from compspec.sampling.sampler import NoiseFunction
 
 logger = logging.getLogger(__name__)
 
@@ -91,11 +92,11 @@ def compile_step(step: StepFunction, bucket: Bucket, mode: str, device: torch.de
     return compiled
 
 
-def compile_noise(noise: Callable[[Tensor, Tensor], Tensor], mode: str) -> Callable[[Tensor, Tensor], Tensor]:
+def compile_noise(noise: NoiseFunction, mode: str) -> NoiseFunction:
     """Fuses the noise generator into one kernel; its bits are those of the eager one."""
     if mode == "none":
         return noise
-    compiled: Callable[[Tensor, Tensor], Tensor] = torch.compile(noise, fullgraph=True, dynamic=False)
+    compiled: NoiseFunction = torch.compile(noise, fullgraph=True, dynamic=False)
     return compiled
 
 

@@ -22,11 +22,13 @@ class Query:
         token_ids: 1 .. Q tokens.
         start: absolute position of the first.
         block_ids: the request's blocks, in logical order; they reach at least to the last row.
+        writes: whether the rows' keys and values are stored; if not, they must be in the cache already.
     """
 
     token_ids: Sequence[int]
     start: int
     block_ids: Sequence[int]
+    writes: bool = True
 
 
 class InputBuffers:
@@ -86,9 +88,10 @@ class InputBuffers:
         self._positions[row, :count] = positions
         self._positions[row, count:] = last
         blocks = np.asarray(query.block_ids[:num_blocks], dtype=np.int32)
-        self._slots[row, :count] = blocks[positions // self._block_size].astype(np.int64) * self._block_size
-        self._slots[row, :count] += positions % self._block_size
-        self._slots[row, count:] = SCRATCH_BLOCK * self._block_size
+        self._slots[row] = SCRATCH_BLOCK * self._block_size
+        if query.writes:
+            self._slots[row, :count] = blocks[positions // self._block_size].astype(np.int64) * self._block_size
+            self._slots[row, :count] += positions % self._block_size
         self._seq_lens[row] = last + 1
         self._table[row, :num_blocks] = blocks
         self._table[row, num_blocks:] = SCRATCH_BLOCK

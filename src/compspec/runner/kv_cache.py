@@ -78,7 +78,7 @@ def plan_memory(config: EngineConfig, adapter: ModelAdapter, max_model_len: int,
     block_bytes = per_token * block_size
     rows = config.scheduler.max_num_seqs * config.query_len
     sampling_bytes = rows * adapter.vocab_size * 4 * _SAMPLING_COPIES
-    sampling_bytes += MetadataState.state_bytes(config.scheduler.max_num_seqs, adapter.vocab_size)
+    sampling_bytes += MetadataState.state_bytes(config.scheduler.max_num_seqs, adapter.vocab_size, max_model_len)
     per_request = -(-max_model_len // block_size)
     usable = int(available * _USABLE_SHARE.get(adapter.device.type, 0.6)) - sampling_bytes
     if config.cache.num_blocks is not None:

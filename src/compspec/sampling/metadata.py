@@ -1,118 +1,224 @@
-"""Sampling metadata: what each slot's parameters are, which tokens its prompt has and its output counts.
+"""Sampling metadata: for every scored row, the parameters of its request and the tokens it has seen.
 
-One row of state per request slot lives on the device from the request's first sampled token to its last.
-Row j of a verification window is penalised for `outputs + drafts[:j]`: the committed part is here, the
-drafts come with the step (transforms.apply_penalties).
+Row j of a verification window samples as if the drafts before it were output: it has seen
+`prompt + outputs + drafts[:j]`. The committed part is per-slot state, on the device from a request's first sampled
+token to its last; the drafts come with the step. Rows that nothing is sampled from have no metadata.
 
-Legend: R requests, Q query rows, K drafts, V vocabulary, S slots.
+Legend: R requests, K drafts, V vocabulary, S slots, M rows to sample, N distinct tokens of a request.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from compspec.batch import Batch, DraftTokens, StepOutput
+from compspec.batch import Batch, DraftTokens, Scores, StepOutput
 from compspec.request import Request
+from compspec.sampling.params import LogitsProcessor
+
+GROUP_ROWS = 8
+"""Whatever rounds runs on groups of so many rows: one static shape, whatever is in the batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingMetadata:
-    """Everything that sampling one step needs; padded to the step's bucket.
+class RowGroup:
+    """Rows that are sampled with noise, together.
 
     Attributes:
-        positions: [R, Q] int64, the absolute position of the token each row samples.
-        draft_token_ids: [R, K] int64, -1 where absent.
-        seeds: [R] int64.
-        temperature, top_p, log_min_p, repetition, presence, frequency: [R] float32.
-        top_k: [R] int64.
-        prompt_mask: [R, V] bool; output_counts: [R, V] int32; None where no request has a penalty.
-        max_top_k: the largest of top_k.
-        any_noise, any_top_p, any_min_p: whether any request needs that transform. Skipping one changes no
-            bit of a request that does not ask for it.
+        rows: [GROUP_ROWS] int64, places among the M rows; the last one repeated as padding.
+        num_rows: how many are real.
+        max_top_k: the largest top_k among them.
+        any_top_p, any_min_p: whether any of them needs that filter. Skipping one changes no bit of a row that does
+            not ask for it.
     """
 
-    positions: Tensor
-    draft_token_ids: Tensor
-    seeds: Tensor
-    temperature: Tensor
-    top_p: Tensor
-    log_min_p: Tensor
-    repetition: Tensor
-    presence: Tensor
-    frequency: Tensor
-    top_k: Tensor
-    prompt_mask: Tensor | None
-    output_counts: Tensor | None
+    rows: Tensor
+    num_rows: int
     max_top_k: int
-    any_noise: bool
     any_top_p: bool
     any_min_p: bool
 
 
-_FLOATS = ("temperature", "top_p", "log_min_p", "repetition", "presence", "frequency")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Penalties:
+    """What the penalties of P requests with L rows need.
+
+    Attributes:
+        rows: [L] int64, places among the M rows.
+        request: [L] int64, which of the P requests each row belongs to.
+        num_drafts_seen: [L] int64, how many drafts stand before each row.
+        token_ids: [P, N] int64, the distinct tokens of prompt and output; the first one repeated as padding.
+        in_prompt, counts: [P, N] whether each is in the prompt, and its occurrences in the output (int32).
+        draft_token_ids: [P, K] int64, -1 where absent.
+        draft_in_prompt, draft_counts: [P, K] the same for the drafts.
+        repetition, presence, frequency: [P] float32.
+    """
+
+    rows: Tensor
+    request: Tensor
+    num_drafts_seen: Tensor
+    token_ids: Tensor
+    in_prompt: Tensor
+    counts: Tensor
+    draft_token_ids: Tensor
+    draft_in_prompt: Tensor
+    draft_counts: Tensor
+    repetition: Tensor
+    presence: Tensor
+    frequency: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowProcessors:
+    """A row's own logits processors and the tokens it has seen, prompt included."""
+
+    row: int
+    processors: tuple[LogitsProcessor, ...]
+    token_ids: list[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingMetadata:
+    """Everything that sampling one step needs.
+
+    Attributes:
+        row_starts: R + 1 numbers; request r has the rows row_starts[r] .. row_starts[r + 1].
+        rows: [M] int64, where each row stands in the step's logits.
+        positions: [M] int64, the absolute position of the token each row samples.
+        window_starts: [M] int64, the position of the first row of its request.
+        seeds: [M] int64; temperature, top_p, log_min_p: [M] float32; top_k: [M] int64.
+        groups: the rows that are sampled with noise; the others are greedy.
+        penalties: None where no request has one.
+        bias_index, bias: [B] int64 places row * V + token in the M rows, [B] float32; None where there is none.
+        banned: [F] int64 places row * V + token that are forbidden; None where there are none.
+        allowed: first row, row after the last, and the token ids they are restricted to, per request that has some.
+        processors: rows with processors of their own.
+    """
+
+    row_starts: tuple[int, ...]
+    rows: Tensor
+    positions: Tensor
+    window_starts: Tensor
+    seeds: Tensor
+    temperature: Tensor
+    top_p: Tensor
+    log_min_p: Tensor
+    top_k: Tensor
+    groups: tuple[RowGroup, ...] = ()
+    penalties: Penalties | None = None
+    bias_index: Tensor | None = None
+    bias: Tensor | None = None
+    banned: Tensor | None = None
+    allowed: tuple[tuple[int, int, Tensor], ...] = ()
+    processors: tuple[RowProcessors, ...] = ()
+
+
+@dataclass(slots=True, kw_only=True)
+class _Slot:
+    """What a slot's request asks for, read once, and how many of its tokens are counted."""
+
+    request: Request
+    num_counted: int
+    seen: NDArray[np.bool_] | None = None
+    num_distinct: int = 0
+    bias_tokens: NDArray[np.int64] | None = None
+    bias_values: NDArray[np.float32] | None = None
+    banned: NDArray[np.int64] | None = None
+    bad_words: dict[int, list[tuple[int, ...]]] = field(default_factory=dict)
+    ends: NDArray[np.int64] | None = None
+    allowed: Tensor | None = None
 
 
 class MetadataState:
-    """Per-slot state on the device.
+    """Per-slot state.
 
     Args:
-        max_num_seqs: number of slots; one more stands in for padding.
+        max_num_seqs: number of slots, S.
         vocab_size: V.
+        max_model_len: prompt and output at the longest.
+        eos_token_ids: the model's ends, which `min_tokens` forbids for a while.
         device: where the sampler runs.
     """
 
-    def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        max_num_seqs: int,
+        vocab_size: int,
+        device: torch.device,
+        *,
+        max_model_len: int,
+        eos_token_ids: Iterable[int] = (),
+    ) -> None:
         self._device = device
         self._vocab_size = vocab_size
-        self._padding_slot = max_num_seqs
-        slots = max_num_seqs + 1
-        self._prompt_mask = torch.zeros(slots, vocab_size, dtype=torch.bool, device=device)
-        self._output_counts = torch.zeros(slots, vocab_size, dtype=torch.int32, device=device)
-        # Parameters are scalars: they live on the host and travel with each step.
-        self._floats = {name: np.zeros(slots, dtype=np.float32) for name in _FLOATS}
-        self._floats["top_p"][:] = 1.0
-        self._floats["repetition"][:] = 1.0
-        self._floats["log_min_p"][:] = -np.inf
-        self._top_k = np.zeros(slots, dtype=np.int64)
-        self._seeds = np.zeros(slots, dtype=np.int64)
-        self._penalised = np.zeros(slots, dtype=bool)
-        self._owner: list[Request | None] = [None] * slots
+        self._eos_token_ids = tuple(token for token in eos_token_ids if token < vocab_size)
+        self._prompt_mask = torch.zeros(max_num_seqs, vocab_size, dtype=torch.bool, device=device)
+        self._output_counts = torch.zeros(max_num_seqs, vocab_size, dtype=torch.int32, device=device)
+        # The distinct tokens of each slot, so that penalties touch those alone and not the whole vocabulary.
+        capacity = min(vocab_size, max_model_len)
+        self._distinct = torch.zeros(max_num_seqs, capacity, dtype=torch.int64, device=device)
+        self._slots: list[_Slot | None] = [None] * max_num_seqs
 
     @staticmethod
-    def state_bytes(max_num_seqs: int, vocab_size: int) -> int:
+    def state_bytes(max_num_seqs: int, vocab_size: int, max_model_len: int) -> int:
         """Bytes on the device."""
-        return (max_num_seqs + 1) * vocab_size * 5
+        return max_num_seqs * (vocab_size * 5 + min(vocab_size, max_model_len) * 8)
 
-    def build(self, batch: Batch, drafts: DraftTokens, num_requests: int, num_rows: int) -> SamplingMetadata:
-        """Makes the metadata of a step, padded to `num_requests` requests of `num_rows` scored rows."""
-        slots = np.full(num_requests, self._padding_slot, dtype=np.int64)
-        first_position = np.zeros(num_requests, dtype=np.int64)
-        draft_token_ids = np.full((num_requests, drafts.token_ids.shape[1]), -1, dtype=np.int64)
-        draft_token_ids[: len(batch.scheduled)] = drafts.token_ids
-        for row, entry in enumerate(batch.scheduled):
-            if self._owner[entry.slot] is not entry.request:
-                self._load(entry.slot, entry.request)
-            slots[row] = entry.slot
-            # Row j of a request follows its j-th token of this step and samples the one after it.
-            scored_from = entry.num_new_tokens - 1 if batch.is_prefill else 0
-            first_position[row] = entry.num_computed_tokens + scored_from + 1
-        floats = {name: torch.from_numpy(values[slots]).to(self._device) for name, values in self._floats.items()}
-        penalised = bool(self._penalised[slots].any())
-        at = torch.from_numpy(slots).to(self._device)
+    def build(self, batch: Batch, drafts: DraftTokens, scores: Scores) -> SamplingMetadata:
+        """Makes the metadata of a step."""
+        entries = batch.scheduled
+        # A prompt's last chunk has one row that samples, after its last token; a decode row follows each token.
+        counts = np.array([int(entry.samples) for entry in entries]) * (drafts.num_draft_tokens + 1)
+        row_starts = np.concatenate(([0], np.cumsum(counts)))
+        slots = [self._slot(entry.slot, entry.request) if entry.samples else None for entry in entries]
+        request = np.repeat(np.arange(len(entries)), counts)
+        depth = np.arange(row_starts[-1]) - row_starts[request]
+        params = [entry.request.params for entry in entries]
+        first_row = np.array(scores.first_row, dtype=np.int64)
+        window_start = np.array([entry.num_computed_tokens + entry.num_new_tokens for entry in entries], dtype=np.int64)
+
+        def per_row(values: list[float], dtype: type) -> NDArray[Any]:
+            return np.array(values, dtype=dtype)[request]
+
+        temperature = per_row([each.temperature for each in params], np.float32)
+        top_p = per_row([each.top_p for each in params], np.float32)
+        log_min_p = per_row([each.log_min_p for each in params], np.float32)
+        top_k = per_row([min(each.top_k, self._vocab_size) for each in params], np.int64)
+        bans, bias_index, bias = self._edits(batch, drafts, slots, row_starts)
         return SamplingMetadata(
-            positions=torch.from_numpy(first_position[:, None] + np.arange(num_rows)).to(self._device),
-            draft_token_ids=torch.from_numpy(draft_token_ids).to(self._device),
-            seeds=torch.from_numpy(self._seeds[slots]).to(self._device),
-            top_k=torch.from_numpy(self._top_k[slots]).to(self._device),
-            prompt_mask=self._prompt_mask[at] if penalised else None,
-            output_counts=self._output_counts[at] if penalised else None,
-            max_top_k=int(self._top_k[slots].max()),
-            any_noise=bool((self._floats["temperature"][slots] > 0).any()),
-            any_top_p=bool((self._floats["top_p"][slots] < 1).any()),
-            any_min_p=bool((self._floats["log_min_p"][slots] > -np.inf).any()),
-            **floats,
+            row_starts=tuple(row_starts.tolist()),
+            rows=self._to(first_row[request] + depth),
+            positions=self._to(window_start[request] + depth),
+            window_starts=self._to(window_start[request]),
+            seeds=self._to(per_row([entry.request.seed for entry in entries], np.int64)),
+            temperature=self._to(temperature),
+            top_p=self._to(top_p),
+            log_min_p=self._to(log_min_p),
+            top_k=self._to(top_k),
+            groups=tuple(self._groups(temperature, top_p, log_min_p, top_k)),
+            penalties=self._penalties(batch, drafts, slots, row_starts, request, depth),
+            bias_index=self._to(bias_index) if len(bias_index) else None,
+            bias=self._to(bias) if len(bias) else None,
+            banned=self._to(bans) if len(bans) else None,
+            allowed=tuple(
+                (int(row_starts[index]), int(row_starts[index + 1]), slot.allowed)
+                for index, slot in enumerate(slots)
+                if slot is not None and slot.allowed is not None
+            ),
+            processors=tuple(
+                RowProcessors(
+                    row=int(row_starts[index]) + row,
+                    processors=entry.request.params.logits_processors,
+                    token_ids=[*entry.request.token_ids.tolist(), *drafts.token_ids[index, :row].tolist()],
+                )
+                for index, entry in enumerate(entries)
+                if entry.request.params.logits_processors
+                for row in range(counts[index])
+            ),
         )
 
     def commit(self, batch: Batch, output: StepOutput) -> None:
@@ -120,35 +226,167 @@ class MetadataState:
         slots: list[int] = []
         token_ids: list[int] = []
         for entry, tokens in zip(batch.scheduled, output.token_ids, strict=True):
-            if self._penalised[entry.slot]:
+            slot = self._slots[entry.slot]
+            if slot is None or slot.request is not entry.request:
+                continue
+            slot.num_counted += len(tokens)
+            if tokens and slot.seen is not None:
                 slots += [entry.slot] * len(tokens)
                 token_ids += tokens
+                self._add_distinct(entry.slot, slot, np.array(tokens))
         if slots:
             at = (torch.tensor(slots, device=self._device), torch.tensor(token_ids, device=self._device))
             ones = torch.ones(len(slots), dtype=torch.int32, device=self._device)
             self._output_counts.index_put_(at, ones, accumulate=True)
 
-    def _load(self, slot: int, request: Request) -> None:
-        """Fills a slot for its new request; whatever the last one left is gone."""
+    def _to(self, array: NDArray[Any]) -> Tensor:
+        return torch.from_numpy(array).to(self._device)
+
+    def _slot(self, index: int, request: Request) -> _Slot:
+        """The slot's state; loaded where the slot had another request, or this one went on in another slot."""
+        slot = self._slots[index]
+        if slot is None or slot.request is not request or slot.num_counted != request.num_tokens:
+            slot = self._slots[index] = self._load(index, request)
+        return slot
+
+    def _load(self, index: int, request: Request) -> _Slot:
         params = request.params
-        self._owner[slot] = request
-        self._penalised[slot] = params.has_penalties
-        self._seeds[slot] = request.seed
-        self._top_k[slot] = min(params.top_k, self._vocab_size)
-        values = (
-            params.temperature,
-            params.top_p,
-            params.log_min_p,
-            params.repetition_penalty,
-            params.presence_penalty,
-            params.frequency_penalty,
+        slot = _Slot(request=request, num_counted=request.num_tokens)
+        if params.logit_bias:
+            slot.bias_tokens = np.array(list(params.logit_bias), dtype=np.int64)
+            slot.bias_values = np.array(list(params.logit_bias.values()), dtype=np.float32)
+        words = [word for word in params.bad_words if not isinstance(word, str)]
+        single = [word[0] for word in words if len(word) == 1]
+        slot.banned = np.array(single, dtype=np.int64) if single else None
+        for word in words:
+            if len(word) > 1:
+                slot.bad_words.setdefault(word[-2], []).append(word)
+        if params.min_tokens:
+            ends = set(params.stop_token_ids) | (set() if params.ignore_eos else set(self._eos_token_ids))
+            slot.ends = np.array(sorted(ends), dtype=np.int64) if ends else None
+        if params.allowed_token_ids is not None:
+            slot.allowed = torch.tensor(sorted(set(params.allowed_token_ids)), device=self._device)
+        if params.has_penalties:
+            self._load_counts(index, slot, request)
+        return slot
+
+    def _load_counts(self, index: int, slot: _Slot, request: Request) -> None:
+        """Prompt mask, output counts and distinct tokens, from the request's tokens alone."""
+        tokens = request.token_ids.astype(np.int64)
+        prompt, output = (self._to(part) for part in np.split(tokens, [request.num_prompt_tokens]))
+        self._prompt_mask[index] = False
+        self._prompt_mask[index, prompt] = True
+        self._output_counts[index] = torch.bincount(output, minlength=self._vocab_size).to(torch.int32)
+        self._distinct[index] = int(tokens[0])
+        slot.seen = np.zeros(self._vocab_size, dtype=bool)
+        self._add_distinct(index, slot, tokens)
+
+    def _add_distinct(self, index: int, slot: _Slot, tokens: NDArray[np.int64]) -> None:
+        assert slot.seen is not None
+        new = np.unique(tokens[~slot.seen[tokens]])
+        slot.seen[new] = True
+        self._distinct[index, slot.num_distinct : slot.num_distinct + len(new)] = self._to(new)
+        slot.num_distinct += len(new)
+
+    def _groups(
+        self,
+        temperature: NDArray[np.float32],
+        top_p: NDArray[np.float32],
+        log_min_p: NDArray[np.float32],
+        top_k: NDArray[np.int64],
+    ) -> Iterable[RowGroup]:
+        """Rows with temperature in groups, those that need the dear top_p side by side."""
+        noisy = np.flatnonzero(temperature > 0)
+        noisy = noisy[np.argsort(top_p[noisy] < 1, kind="stable")]
+        for first in range(0, len(noisy), GROUP_ROWS):
+            rows = noisy[first : first + GROUP_ROWS]
+            yield RowGroup(
+                rows=self._to(np.pad(rows, (0, GROUP_ROWS - len(rows)), mode="edge")),
+                num_rows=len(rows),
+                max_top_k=int(top_k[rows].max()),
+                any_top_p=bool((top_p[rows] < 1).any()),
+                any_min_p=bool((log_min_p[rows] > -np.inf).any()),
+            )
+
+    def _edits(
+        self, batch: Batch, drafts: DraftTokens, slots: list[_Slot | None], row_starts: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32]]:
+        """Single places in the M rows: the forbidden ones, and those with a bias and its value."""
+        none = np.empty(0, dtype=np.int64)
+        bans, bias_index, bias = [none], [none], [np.empty(0, dtype=np.float32)]
+        for index, (entry, slot) in enumerate(zip(batch.scheduled, slots, strict=True)):
+            if slot is None:
+                continue
+            rows = np.arange(row_starts[index], row_starts[index + 1], dtype=np.int64)
+            if slot.banned is not None:
+                bans.append((rows[:, None] * self._vocab_size + slot.banned).ravel())
+            if slot.ends is not None:
+                early = rows[: max(0, entry.request.params.min_tokens - entry.request.num_output_tokens)]
+                bans.append((early[:, None] * self._vocab_size + slot.ends).ravel())
+            if slot.bad_words:
+                found = list(_completed(slot.bad_words, entry.request, drafts.token_ids[index], len(rows)))
+                bans.append(np.array([rows[row] * self._vocab_size + token for row, token in found], dtype=np.int64))
+            if slot.bias_tokens is not None and slot.bias_values is not None:
+                bias_index.append((rows[:, None] * self._vocab_size + slot.bias_tokens).ravel())
+                bias.append(np.tile(slot.bias_values, len(rows)))
+        return np.concatenate(bans), np.concatenate(bias_index), np.concatenate(bias)
+
+    def _penalties(
+        self,
+        batch: Batch,
+        drafts: DraftTokens,
+        slots: list[_Slot | None],
+        row_starts: NDArray[np.int64],
+        request: NDArray[np.int64],
+        depth: NDArray[np.int64],
+    ) -> Penalties | None:
+        chosen = [index for index, slot in enumerate(slots) if slot is not None and slot.seen is not None]
+        if not chosen:
+            return None
+        number = np.full(len(slots), -1, dtype=np.int64)
+        number[chosen] = np.arange(len(chosen))
+        rows = np.flatnonzero(number[request] >= 0)
+        at = torch.tensor([batch.scheduled[index].slot for index in chosen], device=self._device)
+        longest = max(slots[index].num_distinct for index in chosen)  # type: ignore[union-attr]
+        token_ids = self._distinct[at, :longest]
+        draft_token_ids = self._to(drafts.token_ids[chosen])
+        # An absent draft stands in as token 0, with the values that are right for token 0.
+        present = draft_token_ids.clamp(min=0)
+        params = [batch.scheduled[index].request.params for index in chosen]
+
+        def per_request(values: list[float]) -> Tensor:
+            return torch.tensor(values, dtype=torch.float32, device=self._device)
+
+        return Penalties(
+            rows=self._to(rows),
+            request=self._to(number[request[rows]]),
+            num_drafts_seen=self._to(depth[rows]),
+            token_ids=token_ids,
+            in_prompt=self._prompt_mask[at[:, None], token_ids],
+            counts=self._output_counts[at[:, None], token_ids],
+            draft_token_ids=draft_token_ids,
+            draft_in_prompt=self._prompt_mask[at[:, None], present],
+            draft_counts=self._output_counts[at[:, None], present],
+            repetition=per_request([each.repetition_penalty for each in params]),
+            presence=per_request([each.presence_penalty for each in params]),
+            frequency=per_request([each.frequency_penalty for each in params]),
         )
-        for name, value in zip(_FLOATS, values, strict=True):
-            self._floats[name][slot] = value
-        if not params.has_penalties:
-            return
-        tokens = torch.from_numpy(request.token_ids.astype(np.int64)).to(self._device)
-        prompt, output = tokens[: request.num_prompt_tokens], tokens[request.num_prompt_tokens :]
-        self._prompt_mask[slot] = False
-        self._prompt_mask[slot, prompt] = True
-        self._output_counts[slot] = torch.bincount(output, minlength=self._vocab_size).to(torch.int32)
+
+
+def _completed(
+    bad_words: dict[int, list[tuple[int, ...]]], request: Request, drafts: NDArray[np.int64], num_rows: int
+) -> Iterable[tuple[int, int]]:
+    """The tokens that would complete a bad word, as (row, token).
+
+    Args:
+        bad_words: words of at least two tokens, by their last token but one.
+    """
+    longest = max(len(word) for words in bad_words.values() for word in words) - 1
+    seen = [*request.token_ids[-longest:].tolist(), *drafts[: num_rows - 1].tolist()]
+    first_end = len(seen) - (num_rows - 1)
+    for row in range(num_rows):
+        end = first_end + row
+        for word in bad_words.get(seen[end - 1], ()):
+            before = word[:-1]
+            if len(before) <= end and tuple(seen[end - len(before) : end]) == before:
+                yield row, word[-1]

@@ -1,4 +1,4 @@
-"""Gumbel noise that is a pure function of (seed, position, token id).
+"""Noise that is a pure function of (seed, position, token id), in independent streams.
 
 Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) in int64 arithmetic, then
 -log(-log(u)) from multiplications and additions of float64 alone. Each of these is rounded correctly by every
@@ -6,6 +6,7 @@ device and by scalar and vector code alike, so the bits do not depend on where a
 of threads or on the device; a library `log` gives no such promise.
 """
 
+import hashlib
 import math
 
 import torch
@@ -15,6 +16,9 @@ _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
+
+TARGET_STREAM, DRAFT_STREAM, ACCEPTANCE_STREAM, RECOVERY_STREAM = range(4)
+"""What a random number decides. The equality verifier needs the first alone; a draft model shares it then."""
 
 _LOG_TABLE_BITS = 7
 _MANTISSA_MASK = (1 << 52) - 1
@@ -47,6 +51,40 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
     return c0, c1, c2, c3
 
 
+def stream_salts(stream: int, window_starts: Tensor) -> Tensor:
+    """Salts of a stream that is drawn anew in every window.
+
+    What the rejection verifier draws at a position in one window must not come again in the next: that the window
+    ended before the position says something about those numbers.
+
+    Args:
+        stream: one of the `*_STREAM` numbers but `TARGET_STREAM`, whose salt is 0.
+        window_starts: [N] int64, the position of the first row of each row's window, below 2**32.
+
+    Returns:
+        [N] int64.
+    """
+    return window_starts + (stream << 32)
+
+
+def sample_seed(seed: int, index: int) -> int:
+    """The seed of the sample `index` > 0 of a request that makes several; below 2**63, as seeds are."""
+    digest = hashlib.blake2b(f"{seed} {index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def uniform(seeds: Tensor, positions: Tensor, salts: Tensor) -> Tensor:
+    """One number in (0, 1) per row, float64; arguments as those of `GumbelNoise`."""
+    word = philox(*_counter_and_key(torch.zeros_like(seeds), seeds, positions, salts))[0]
+    return (2 * word + 1).to(torch.float64) * 2.0**-33
+
+
+def _counter_and_key(
+    token_group: Tensor, seeds: Tensor, positions: Tensor, salts: Tensor
+) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
+    return (token_group, positions, salts & _MASK, salts >> 32), (seeds & _MASK, seeds >> 32)
+
+
 class GumbelNoise:
     """Standard Gumbel noise for every token of the vocabulary, one row per sampled position.
 
@@ -63,20 +101,18 @@ class GumbelNoise:
         self._inverse = torch.tensor(inverses, dtype=torch.float64, device=device)
         self._log = torch.tensor([-math.log(value) for value in inverses], dtype=torch.float64, device=device)
 
-    def __call__(self, seeds: Tensor, positions: Tensor) -> Tensor:
+    def __call__(self, seeds: Tensor, positions: Tensor, salts: Tensor) -> Tensor:
         """Draws the noise.
 
         Args:
             seeds: [N] int64, >= 0.
             positions: [N] int64, the absolute position of the token each row samples.
+            salts: [N] int64, 0 for the target's own noise, else from `stream_salts`.
 
         Returns:
             [N, V] float32.
         """
-        position = positions[:, None]
-        zero = torch.zeros_like(position)
-        key = ((seeds & _MASK)[:, None], (seeds >> 32)[:, None])
-        words = philox((self._token_group, position, zero, zero), key)
+        words = philox(*_counter_and_key(self._token_group, seeds[:, None], positions[:, None], salts[:, None]))
         uniform = torch.stack(words, dim=-1).flatten(-2)[:, : self.vocab_size]
         # u = (2 r + 1) / 2**33 lies strictly inside (0, 1).
         exponential = 33.0 * math.log(2.0) - self._logarithm((2 * uniform + 1).to(torch.float64))

@@ -1,30 +1,49 @@
-"""The sampler: every logits row becomes one token, as a function of that row and its request alone."""
+"""The sampler: every row of logits becomes one token, as a function of that row and its request alone."""
 
+import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from compspec.batch import Scores
 from compspec.sampling import transforms
-from compspec.sampling.metadata import SamplingMetadata
+from compspec.sampling.metadata import RowGroup, RowProcessors, SamplingMetadata
 
-NoiseFunction = Callable[[Tensor, Tensor], Tensor]
-"""seeds [N], positions [N] -> noise [N, V]."""
+logger = logging.getLogger(__name__)
 
-NOISE_ROWS = 8
-"""Rows per call of the noise function: one static shape serves every bucket."""
+NoiseFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""seeds [N], positions [N], salts [N] -> noise [N, V]; see `noise.GumbelNoise`."""
+
+NO_TOKEN = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampled:
+    """What sampling made of a step. M rows, as in the step's metadata.
+
+    Attributes:
+        token_ids: [M] int64; `NO_TOKEN` where every token is forbidden, the logits are NaN, or a processor failed.
+        logits: [M, V] float32 as the tokens were chosen from them, before noise: of rows with temperature, the
+            softmax is the distribution that was sampled.
+        failures: what a row's own logits processor raised. A failure counts only if the row is reached.
+    """
+
+    token_ids: Tensor
+    logits: Tensor
+    failures: dict[int, str]
 
 
 class Sampler:
-    """Penalties, temperature, filters, then the largest of logits plus Gumbel noise.
+    """Bias, penalties, processors and bans, temperature, filters, then the largest of logits plus Gumbel noise.
 
     The noise is keyed by (seed, position, token id), so the token at a position does not depend on the
     step, the row or the batch in which it is sampled. (Drafter-invariant speculation: Daliri, Musco, Suresh,
-    arXiv 2408.07978.)
+    arXiv 2408.07978.) What rounds runs on groups of `GROUP_ROWS` rows, the rest is elementwise, so neither do bits.
 
     Args:
-        noise: makes Gumbel noise; called with `NOISE_ROWS` rows.
+        noise: makes Gumbel noise; called with `GROUP_ROWS` rows.
         tokenizer_vocab_size: ids at and above are padding of the embedding and never sampled.
     """
 
@@ -32,51 +51,90 @@ class Sampler:
         self._noise = noise
         self._tokenizer_vocab_size = tokenizer_vocab_size
 
-    def sample(self, logits: Tensor, metadata: SamplingMetadata) -> Tensor:
-        """Samples every row.
+    def sample(self, scores: Scores, metadata: SamplingMetadata) -> Sampled:
+        """Samples every row that has metadata. Of equal values the lowest token id wins.
 
         Args:
-            logits: [R, Q, V], any floating type; not changed.
-            metadata: of the same step, padded to the same shape.
-
-        Returns:
-            target_token_ids, [R, Q] int64. Of equal values the lowest token id wins.
+            scores: of the same step; not changed.
         """
-        logits = logits.float()
-        if self._tokenizer_vocab_size is not None and self._tokenizer_vocab_size < logits.shape[-1]:
-            logits = logits.clone()
-            logits[..., self._tokenizer_vocab_size :] = float("-inf")
-        if metadata.prompt_mask is not None and metadata.output_counts is not None:
-            logits = transforms.apply_penalties(
-                logits,
-                prompt_mask=metadata.prompt_mask,
-                output_counts=metadata.output_counts,
-                draft_token_ids=metadata.draft_token_ids,
-                repetition=metadata.repetition,
-                presence=metadata.presence,
-                frequency=metadata.frequency,
-            )
-        if not metadata.any_noise:
-            return logits.argmax(-1)
-        scaled = transforms.apply_temperature(logits, metadata.temperature)
-        scaled = transforms.apply_top_k(scaled, metadata.top_k, metadata.max_top_k)
-        if metadata.any_top_p:
-            scaled = transforms.apply_top_p(scaled, metadata.top_p)
-        if metadata.any_min_p:
-            scaled = transforms.apply_min_p(scaled, metadata.log_min_p)
-        noisy = scaled + self._noise_like(scaled, metadata)
-        greedy = (metadata.temperature == 0)[:, None, None]
-        return torch.where(greedy, logits, noisy).argmax(-1)
+        logits = scores.logits[metadata.rows].float()  # a copy: the transforms work in place
+        failures = self._edit_(logits, metadata)
+        token_ids = logits.argmax(-1)
+        best = logits.gather(-1, token_ids[:, None])[:, 0]
+        for group in metadata.groups:
+            real = group.rows[: group.num_rows]
+            filtered = _filtered(logits[group.rows], group, metadata)
+            salts = torch.zeros_like(group.rows)
+            noise = self._noise(metadata.seeds[group.rows], metadata.positions[group.rows], salts)
+            token_ids[real] = (filtered + noise).argmax(-1)[: group.num_rows]
+            logits[real] = filtered[: group.num_rows]
+            best[real] = filtered.amax(-1)[: group.num_rows]
+        # NaN is not above -inf either: a model that breaks down fails the request instead of choosing token 0.
+        token_ids = torch.where(best > float("-inf"), token_ids, NO_TOKEN)
+        return Sampled(token_ids=token_ids, logits=logits, failures=failures)
 
-    def _noise_like(self, logits: Tensor, metadata: SamplingMetadata) -> Tensor:
-        """Noise for the rows of requests that sample, 0 for greedy ones: [R, Q, V]."""
-        rows = (metadata.temperature > 0)[:, None].expand(logits.shape[:2]).flatten().nonzero().flatten()
-        seeds = metadata.seeds[:, None].expand(logits.shape[:2]).flatten()[rows]
-        positions = metadata.positions.flatten()[rows]
-        noise = torch.zeros_like(logits).flatten(0, 1)
-        for first in range(0, len(rows), NOISE_ROWS):
-            part = slice(first, first + NOISE_ROWS)
-            missing = NOISE_ROWS - len(rows[part])
-            drawn = self._noise(F.pad(seeds[part], (0, missing)), F.pad(positions[part], (0, missing)))
-            noise[rows[part]] = drawn[: NOISE_ROWS - missing]
-        return noise.view_as(logits)
+    def _edit_(self, logits: Tensor, metadata: SamplingMetadata) -> dict[int, str]:
+        """Everything before the temperature. What is forbidden comes last and stays forbidden."""
+        if metadata.bias_index is not None and metadata.bias is not None:
+            transforms.add_bias_(logits, metadata.bias_index, metadata.bias)
+        if metadata.penalties is not None:
+            transforms.apply_penalties_(logits, metadata.penalties)
+        failures = {}
+        for one in metadata.processors:
+            failure = _process_(logits[one.row], one)
+            if failure is not None:
+                failures[one.row] = failure
+                logits[one.row] = float("-inf")
+        if metadata.banned is not None:
+            transforms.ban_(logits, metadata.banned)
+        for first, end, token_ids in metadata.allowed:
+            transforms.allow_(logits[first:end], token_ids)
+        if self._tokenizer_vocab_size is not None:
+            logits[:, self._tokenizer_vocab_size :] = float("-inf")
+        return failures
+
+
+def _filtered(logits: Tensor, group: RowGroup, metadata: SamplingMetadata) -> Tensor:
+    """Temperature and filters of one group, [GROUP_ROWS, V]."""
+    scaled = logits / metadata.temperature[group.rows, None]
+    scaled = transforms.apply_top_k(scaled, metadata.top_k[group.rows], group.max_top_k)
+    if group.any_top_p:
+        scaled = transforms.apply_top_p(scaled, metadata.top_p[group.rows])
+    if group.any_min_p:
+        scaled = transforms.apply_min_p(scaled, metadata.log_min_p[group.rows])
+    return scaled
+
+
+def _process_(row: Tensor, one: RowProcessors) -> str | None:
+    """Runs a row's own processors on its logits [V], in place; returns what went wrong, in one line."""
+    result = row.clone()
+    for processor in one.processors:
+        name = getattr(processor, "__name__", type(processor).__name__)
+        try:
+            result = processor(list(one.token_ids), result)
+            problem = _not_a_row(result, row)
+        except Exception as error:  # a user's code can raise anything
+            logger.debug("logits processor %s failed", name, exc_info=True)
+            problem = f"raised {type(error).__name__}: {_text_of(error)}"
+        if problem is not None:
+            return f"logits processor '{name}' {problem}"
+    row.copy_(result)
+    return None
+
+
+def _not_a_row(result: object, row: Tensor) -> str | None:
+    """Why a processor's result cannot stand in for a row, or None if it can."""
+    wanted = (row.dtype, row.shape, row.device, row.layout)
+    if isinstance(result, Tensor) and (result.dtype, result.shape, result.device, result.layout) == wanted:
+        return None
+    given = type(result).__name__
+    if isinstance(result, Tensor):
+        given = f"{result.dtype} {list(result.shape)} {result.layout} on {result.device}"
+    return f"must return a tensor {row.dtype} {list(row.shape)} on {row.device}, it returned {given}"
+
+
+def _text_of(error: Exception) -> str:
+    try:
+        return " ".join(str(error).split())
+    except Exception:  # its own text can fail as well
+        return "(no text)"

@@ -1,52 +1,70 @@
-"""Accept iff equal: a draft is kept when it is the token the target itself chose at that row."""
+"""Verifiers decide how many drafts a step keeps. The default one accepts a draft iff the target chose the same."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
-from torch import Tensor
-
 from compspec.batch import Batch, DraftTokens, StepOutput
+from compspec.sampling.metadata import SamplingMetadata
+from compspec.sampling.sampler import NO_TOKEN, Sampled
 
 
 class Verifier(Protocol):
-    """Turns the target's tokens and the drafts into what the step adds to each output."""
+    """Turns what was sampled and what was drafted into what the step adds to each output."""
 
-    def verify(self, target_token_ids: Tensor, batch: Batch, drafts: DraftTokens) -> StepOutput:
-        """See `EqualityVerifier.verify`."""
+    def verify(self, sampled: Sampled, metadata: SamplingMetadata, batch: Batch, drafts: DraftTokens) -> StepOutput:
+        """Verifies one step.
+
+        Args:
+            sampled: the target's token of every row.
+            metadata: of the same step.
+            batch, drafts: the step.
+
+        Returns:
+            The tokens of each request: accepted drafts, then one more token; or an error instead of that one.
+        """
         ...
 
 
 class EqualityVerifier:
     """Keeps the leading run of drafts that equal the target's tokens, and one more target token."""
 
-    def verify(self, target_token_ids: Tensor, batch: Batch, drafts: DraftTokens) -> StepOutput:
-        """Verifies one step. Moves the target's tokens to the host: the one synchronisation of a step.
-
-        Args:
-            target_token_ids: [R', Q] int64, R' >= R padded; row j is the target's token after j drafts.
-            batch: the step.
-            drafts: [R, K].
-
-        Returns:
-            The tokens of each request: accepted drafts, then the correction or bonus token.
-        """
-        targets = target_token_ids.tolist()
-        token_ids: list[tuple[int, ...]] = []
-        num_accepted: list[int] = []
-        for row, entry in enumerate(batch.scheduled):
-            if not entry.samples:
-                token_ids.append(())
-                num_accepted.append(0)
-                continue
-            target = targets[row]
+    def verify(self, sampled: Sampled, metadata: SamplingMetadata, batch: Batch, drafts: DraftTokens) -> StepOutput:
+        """See `Verifier.verify`. Moves the target's tokens to the host: the one synchronisation of a step."""
+        targets = sampled.token_ids.tolist()
+        windows = []
+        for row in range(len(batch.scheduled)):
+            target = targets[metadata.row_starts[row] : metadata.row_starts[row + 1]]
             accepted = 0
-            for draft in drafts.token_ids[row, : drafts.num_draft_tokens[row]]:
+            for draft in drafts.token_ids[row, : max(0, len(target) - 1)].tolist():
                 if draft != target[accepted]:
                     break
                 accepted += 1
-            token_ids.append(tuple(target[: accepted + 1]))
-            num_accepted.append(accepted)
-        return StepOutput(
-            token_ids=tuple(token_ids),
-            num_draft_tokens=tuple(int(count) for count in drafts.num_draft_tokens),
-            num_accepted_tokens=tuple(num_accepted),
-        )
+            windows.append(target[: accepted + 1])
+        return step_output(windows, sampled, metadata, drafts)
+
+
+def step_output(
+    windows: Sequence[Sequence[int]], sampled: Sampled, metadata: SamplingMetadata, drafts: DraftTokens
+) -> StepOutput:
+    """Makes the step's output of each request's accepted drafts and one more token.
+
+    Args:
+        windows: per request; empty where nothing was sampled. A last token that is NO_TOKEN becomes an error.
+    """
+    token_ids: list[tuple[int, ...]] = []
+    errors: list[str | None] = []
+    for start, window in zip(metadata.row_starts[:-1], windows, strict=True):
+        error = None
+        if window and window[-1] == NO_TOKEN:
+            window = window[:-1]
+            error = sampled.failures.get(
+                start + len(window), "no token can be sampled: all are forbidden, or the model's logits are not numbers"
+            )
+        token_ids.append(tuple(window))
+        errors.append(error)
+    return StepOutput(
+        token_ids=tuple(token_ids),
+        num_draft_tokens=tuple(int(count) for count in drafts.num_draft_tokens),
+        num_accepted_tokens=tuple(max(0, len(window) - 1) for window in windows),
+        errors=tuple(errors),
+    )

@@ -2,10 +2,11 @@
 
 import time
 from collections import deque
+from collections.abc import Sequence
 
 from compspec.batch import Batch, ScheduledRequest, StepOutput
 from compspec.errors import CapacityError
-from compspec.request import FinishReason, Request, TokenDelta
+from compspec.request import FinishReason, Request, TokenDelta, TokenLogprobs
 from compspec.scheduling.block_pool import BlockPool
 
 
@@ -87,15 +88,23 @@ class Scheduler:
         self._last_was_prefill = False
         return Batch(scheduled=tuple(map(self._rows_of, decoding)), is_prefill=False)
 
-    def update(self, batch: Batch, output: StepOutput) -> list[TokenDelta]:
-        """Applies a step: counters advance, tokens are cut at the first stop, finished requests leave."""
+    def update(
+        self, batch: Batch, output: StepOutput, logprobs: Sequence[Sequence[TokenLogprobs] | None] | None = None
+    ) -> list[TokenDelta]:
+        """Applies a step: counters advance, tokens are cut at the first stop, finished requests leave.
+
+        Args:
+            logprobs: per request, one entry for each of its tokens, where asked for.
+        """
         now = time.perf_counter()
         deltas = []
-        for entry, token_ids, num_drafts, num_accepted in zip(
+        for entry, token_ids, num_drafts, num_accepted, error, reported in zip(
             batch.scheduled,
             output.token_ids,
             output.num_draft_tokens,
             output.num_accepted_tokens,
+            output.errors,
+            logprobs if logprobs is not None else [None] * len(batch.scheduled),
             strict=True,
         ):
             request = entry.request
@@ -103,7 +112,12 @@ class Scheduler:
             if not entry.samples:
                 continue
             kept, finish_reason = self._cut(request, token_ids)
+            if finish_reason is None and error is not None:
+                finish_reason, request.error = FinishReason.ERROR, error
             request.append(kept)
+            kept_logprobs = None if reported is None else tuple(reported[: len(kept)])
+            if kept_logprobs is not None and request.logprobs is not None:
+                request.logprobs += kept_logprobs
             if batch.is_prefill:
                 request.first_token_at = now
                 request.stats.num_steps += 1
@@ -114,7 +128,9 @@ class Scheduler:
             request.finish_reason = finish_reason
             if finish_reason is not None:
                 self._retire(request)
-            deltas.append(TokenDelta(request=request, token_ids=tuple(kept), finish_reason=finish_reason))
+            deltas.append(
+                TokenDelta(request=request, token_ids=tuple(kept), finish_reason=finish_reason, logprobs=kept_logprobs)
+            )
         return deltas
 
     def _admit(self) -> None:
@@ -157,11 +173,17 @@ class Scheduler:
 
     def _cut(self, request: Request, token_ids: tuple[int, ...]) -> tuple[list[int], FinishReason | None]:
         """The tokens up to and with the first that ends the output, and how it ended."""
+        params = request.params
         room = request.max_tokens - request.num_output_tokens
         for index, token in enumerate(token_ids[:room]):
-            stops = token in request.params.stop_token_ids
-            if stops or (token in self._eos_token_ids and not request.params.ignore_eos):
-                return list(token_ids[: index + 1]), FinishReason.STOP
+            text = request.end_check(token) if request.end_check is not None else None
+            if token in params.stop_token_ids:
+                request.stop_reason = token
+            elif text is not None:
+                request.stop_reason = text
+            elif params.ignore_eos or token not in self._eos_token_ids:
+                continue
+            return list(token_ids[: index + 1]), FinishReason.STOP
         if len(token_ids) >= room:
             return list(token_ids[:room]), FinishReason.LENGTH
         return list(token_ids), None

@@ -140,9 +140,26 @@ def test_without_a_library_torch_does_the_work(monkeypatch: pytest.MonkeyPatch) 
     assert type(model) is nn.Linear
 
 
-@pytest.mark.parametrize("native", [False, True])
-def test_wanted_only_without_native_bfloat16(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: native)
+# machine, what torch says of AVX-512 BF16, AMX and oneDNN, whether torch's own products are good
+CPUS = [
+    ("x86_64", False, False, True, False),  # AVX-512 stands in for the instructions, so oneDNN calls it supported
+    ("x86_64", False, False, False, False),
+    ("x86_64", True, False, True, True),
+    ("x86_64", False, True, True, True),
+    ("aarch64", False, False, True, True),
+    ("aarch64", False, False, False, False),
+]
+
+
+@pytest.mark.parametrize(("machine", "avx512_bf16", "amx", "onednn", "native"), CPUS)
+def test_wanted_only_without_bfloat16_instructions(
+    machine: str, avx512_bf16: bool, amx: bool, onednn: bool, native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear.platform, "machine", lambda: machine)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512_bf16)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: onednn)
+    assert linear.has_native_bf16() is native
     assert linear.is_wanted() is not native
 
 

@@ -1,9 +1,11 @@
 """Proposers are found by name; what they return is checked before a model sees it."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from compspec.batch import Batch, DraftTokens
 from compspec.errors import ConfigError
@@ -43,7 +45,7 @@ def test_an_unknown_method_lists_what_there_is(method: str) -> None:
     [
         (
             {"prompt_lookup": 3},
-            "unknown key .*valid are: method, num_draft_tokens, prompt_lookup_max, prompt_lookup_min",
+            "unknown key .*valid are: method, num_draft_tokens, .*, prompt_lookup_max, prompt_lookup_min",
         ),
         ({"prompt_lookup_max": 0}, "prompt_lookup_max"),
         ({"prompt_lookup_max": float("nan")}, "prompt_lookup_max"),
@@ -97,3 +99,12 @@ def test_drafts_that_keep_the_protocol_pass() -> None:
 def test_drafts_that_break_the_protocol_are_refused(allowed: tuple, drafts: DraftTokens, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_drafts(batch_of(*allowed), drafts, VOCAB)
+
+
+@pytest.mark.parametrize("shape", [(1, 3, VOCAB), (3, 3, VOCAB), (2, 2, VOCAB), (2, 3, VOCAB + 1), (2, 3), (6, VOCAB)])
+def test_probabilities_must_be_there_for_every_draft_and_token(shape: tuple[int, ...]) -> None:
+    drafts = draft([1, 2, 3], [4])
+    batch = batch_of(3, 3)
+    check_drafts(batch, replace(drafts, probs=torch.zeros(2, 3, VOCAB)), VOCAB)
+    with pytest.raises(ValueError, match=r"probabilities .* for drafts \[2, 3\]"):
+        check_drafts(batch, replace(drafts, probs=torch.zeros(shape)), VOCAB)

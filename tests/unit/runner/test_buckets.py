@@ -50,6 +50,36 @@ def test_the_last_chunk_of_a_prompt_may_be_shorter(chunk: int, lengths: list[int
     assert all(bucket.num_logits == 1 for bucket in buckets.prefill)
 
 
+def test_batch_expansion_has_as_many_rows_each_a_request_of_its_own() -> None:
+    expansion = {"speculative__scorer": "batch_expansion", "speculative__method": "ngram"}
+    exact = Buckets(config_of(scheduler__max_num_seqs=5, numerics__decode_width=6, **expansion))
+    assert shapes(exact.decode) == [(2, 1), (6, 1), (8, 1), (10, 1), (24, 1), (30, 1)]
+    assert exact.widest_decode == Bucket(num_requests=30, query_len=1, num_logits=1)
+    fast = {"numerics__mode": "fast", "scheduler__max_num_seqs": 4, "speculative__num_draft_tokens": 3}
+    assert shapes(Buckets(config_of(**expansion, **fast)).decode) == [(1, 1), (4, 1), (16, 1)]
+    assert shapes(exact.prefill) == shapes(Buckets(config_of()).prefill)
+    assert len(set(exact.all)) == len(exact.all)
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 2, 5, 16])
+@pytest.mark.parametrize("mode", ["exact", "fast"])
+def test_batch_expansion_holds_every_number_of_rows_up_to_all_drafts_of_all_requests(
+    mode: str, max_num_seqs: int
+) -> None:
+    config = config_of(
+        numerics__mode=mode,
+        scheduler__max_num_seqs=max_num_seqs,
+        speculative__method="ngram",
+        speculative__num_draft_tokens=4,
+        speculative__scorer="batch_expansion",
+    )
+    buckets = Buckets(config)
+    for num_rows in range(1, max_num_seqs * 5 + 1):
+        chosen = buckets.select(num_rows, 1, is_prefill=False)
+        assert chosen.num_requests == min(b.num_requests for b in buckets.decode if b.num_requests >= num_rows)
+    assert buckets.widest_decode.num_tokens == max_num_seqs * config.query_len
+
+
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 4, 5, 16, 17])
 @pytest.mark.parametrize("mode", ["exact", "fast"])
 def test_every_step_up_to_the_widest_has_a_bucket_that_holds_it(mode: str, max_num_seqs: int) -> None:

@@ -36,7 +36,7 @@ def queries(draw: st.DrawFn, bucket: Bucket) -> list[Query]:
         least = -(-(start + count) // BLOCK_SIZE)
         blocks = draw(st.permutations(range(1, 60)))[: draw(st.integers(least, MAX_BLOCKS))]
         tokens = draw(st.lists(st.integers(1, 99), min_size=count, max_size=count))
-        found.append(Query(token_ids=tokens, start=start, block_ids=blocks))
+        found.append(Query(token_ids=tokens, start=start, block_ids=blocks, writes=draw(st.booleans())))
     return found
 
 
@@ -50,7 +50,11 @@ def check(bucket: Bucket, given_queries: list[Query], found: dict[str, np.ndarra
         for j, token in enumerate(query.token_ids):
             position = query.start + j
             assert (ids[row, j], positions[row, j]) == (token, position)
-            assert slots[row, j] == query.block_ids[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
+            own = query.block_ids[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
+            if query.writes:
+                assert slots[row, j] == own
+            else:
+                assert slots[row, j] // BLOCK_SIZE == SCRATCH_BLOCK
         last = query.start + count - 1
         assert found["seq_lens"][row] == last + 1
         assert (positions[row, count:] == last).all()
@@ -96,6 +100,23 @@ def test_a_small_fill_after_the_largest_equals_one_of_a_new_buffer(bucket: Bucke
     for name in NAMES:
         real = slice(0, 1) if name == "logits_to_keep" and not bucket.is_decode else slice(None)
         assert (after[name][real] == fresh[name][real]).all(), name
+
+
+@pytest.mark.parametrize("bucket", [DECODE, PREFILL], ids=str)
+def test_rows_that_are_not_stored_differ_in_their_slots_alone(bucket: Bucket) -> None:
+    """They read what rows that are stored read, and the next fill stores again."""
+    buffers = new_buffers(bucket)
+    sizes = {"token_ids": [7, 8, 9], "start": 6, "block_ids": [31, 32, 33]}
+    beside = Query(token_ids=[5, 6], start=2, block_ids=[21, 22])
+    stored, silent, again = (filled(buffers, [Query(**sizes, writes=writes), beside]) for writes in (True, False, True))
+    rows = bucket.query_len
+    assert (silent["slot_mapping"][:rows] // BLOCK_SIZE == SCRATCH_BLOCK).all()
+    assert (stored["slot_mapping"][:3] // BLOCK_SIZE).tolist() == [32, 32, 33]
+    assert (silent["slot_mapping"][rows:] == stored["slot_mapping"][rows:]).all()
+    for name in NAMES:
+        assert (again[name] == stored[name]).all(), name
+        if name != "slot_mapping":
+            assert (silent[name] == stored[name]).all(), name
 
 
 def test_shapes_and_types_are_those_of_the_bucket_at_every_fill() -> None:

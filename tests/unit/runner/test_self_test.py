@@ -27,7 +27,9 @@ class FakeRunner:
         config = make_config({"model": {"source": "x"}, "scheduler": {"max_num_seqs": max_num_seqs}})
         self.buckets = Buckets(config)
         self.num_blocks, self.block_size, self.max_blocks = 129, 16, 64
-        self.adapter = SimpleNamespace(vocab_size=VOCAB, device=torch.device("cpu"))
+        self.adapter = SimpleNamespace(
+            vocab_size=VOCAB, device=torch.device("cpu"), max_model_len=1024, module=torch.nn.Module()
+        )
         self._fault = fault
         self.places_seen: set[int] = set()
 
@@ -73,6 +75,15 @@ def test_a_bucket_with_other_bits_is_set_apart() -> None:
     result = run_self_test(FakeRunner(lambda bucket, *_: 1e-3 * (bucket.query_len == 2 and bucket.num_requests == 1)))
     assert [str(bucket) for bucket in result.different] == ["decode 1x2"]
     assert not result.dependent
+
+
+@pytest.mark.parametrize("scorer", ["multi_query", "batch_expansion"])
+@pytest.mark.parametrize("length", [32, 64, 256, 513])
+def test_nothing_is_probed_beyond_the_length_of_the_model(models: Path, scorer: str, length: int) -> None:
+    """A model with learned positions has none to look up there."""
+    folder = tiny_model_folder("gpt2", models, n_positions=length, max_position_embeddings=length)
+    engine = make_engine(folder, speculative__scorer=scorer, cache__num_blocks=200)
+    assert engine.max_model_len == length
 
 
 def test_results_are_kept_per_model_and_read_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,13 +1,23 @@
 """Sampling parameters: everything out of range, misspelt or of a wrong type is a RequestError of one line."""
 
+import copy
+import json
 import math
+import pickle
 
+import numpy as np
 import pytest
 
 from compspec.errors import RequestError
 from compspec.sampling.params import MAX_SEED, SamplingParams
 
 NAN, INF = float("nan"), float("inf")
+
+
+def processor(token_ids: list[int], logits: object) -> object:
+    """A logits processor."""
+    return logits
+
 
 REFUSED = [
     ("max_tokens", 0),
@@ -54,6 +64,62 @@ REFUSED = [
     ("speculative", -1),
     ("speculative", True),
     ("speculative", 1.5),
+    ("min_tokens", -1),
+    ("min_tokens", 1.0),
+    ("min_tokens", True),
+    ("min_tokens", None),
+    ("temperature", -INF),
+    ("temperature", True),
+    ("top_p", INF),
+    ("min_p", INF),
+    ("presence_penalty", INF),
+    ("frequency_penalty", -INF),
+    ("stop", ""),
+    ("stop", ["a", ""]),
+    ("stop", [1]),
+    ("stop", 1),
+    ("stop", {"a"}),
+    ("n", 0),
+    ("n", -1),
+    ("n", 2.0),
+    ("n", True),
+    ("n", None),
+    ("logprobs", -1),
+    ("logprobs", 1.0),
+    ("logprobs", True),
+    ("prompt_logprobs", -1),
+    ("prompt_logprobs", 1.0),
+    ("prompt_logprobs", True),
+    ("logit_bias", {-1: 1.0}),
+    ("logit_bias", {1: 100.1}),
+    ("logit_bias", {1: -100.1}),
+    ("logit_bias", {1: NAN}),
+    ("logit_bias", {1: INF}),
+    ("logit_bias", {1: "2"}),
+    ("logit_bias", {1: True}),
+    ("logit_bias", {1: None}),
+    ("logit_bias", {1.0: 2.0}),
+    ("logit_bias", {"a": 2.0}),
+    ("logit_bias", {"-1": 2.0}),
+    ("logit_bias", {"1.0": 2.0}),
+    ("logit_bias", {"a\nb": 2.0}),
+    ("logit_bias", {"9" * 5000: 2.0}),
+    ("logit_bias", [1, 2]),
+    ("bad_words", "word"),
+    ("bad_words", [""]),
+    ("bad_words", [[]]),
+    ("bad_words", [[1, -1]]),
+    ("bad_words", [[1.0]]),
+    ("bad_words", [5]),
+    ("bad_words", [None]),
+    ("allowed_token_ids", []),
+    ("allowed_token_ids", [-1]),
+    ("allowed_token_ids", [1.0]),
+    ("allowed_token_ids", "12"),
+    ("allowed_token_ids", 1),
+    ("logits_processors", processor),
+    ("logits_processors", [1]),
+    ("logits_processors", ["processor"]),
 ]
 
 ACCEPTED = [
@@ -77,6 +143,24 @@ ACCEPTED = [
     ("speculative", False),
     ("speculative", 1),
     ("speculative", None),
+    ("min_tokens", 0),
+    ("min_tokens", 128),
+    ("n", 1),
+    ("logprobs", None),
+    ("logprobs", 0),
+    ("prompt_logprobs", None),
+    ("prompt_logprobs", 0),
+    ("logit_bias", None),
+    ("logit_bias", {}),
+    ("logit_bias", {0: 100.0, 5: -100, 7: 0.0}),
+    ("bad_words", ()),
+    ("bad_words", ("word", (1,), (1, 2, 3))),
+    ("allowed_token_ids", None),
+    ("allowed_token_ids", (0,)),
+    ("logits_processors", ()),
+    ("logits_processors", (processor, print)),
+    ("stop", ()),
+    ("stop", ("a", "\n")),
 ]
 
 
@@ -105,8 +189,107 @@ def test_an_unknown_name_is_told_before_a_wrong_value() -> None:
         SamplingParams(temperature=-1, bad=2)
 
 
-def test_a_list_of_stop_tokens_becomes_a_tuple() -> None:
-    assert SamplingParams(stop_token_ids=[3, 1]).stop_token_ids == (3, 1)
+def test_a_wrong_value_of_any_kind_is_told_in_one_line() -> None:
+    with pytest.raises(RequestError, match="temperature") as caught:
+        SamplingParams(temperature=np.array([[1.0], [2.0]]))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "value"),
+    [
+        ("stop_token_ids", [3, 1], (3, 1)),
+        ("allowed_token_ids", [3, 1], (3, 1)),
+        ("logits_processors", [processor], (processor,)),
+        ("bad_words", ["a", [1, 2], (3,)], ("a", (1, 2), (3,))),
+        ("stop", ["b", "a"], ("b", "a")),
+        ("stop", "ab", ("ab",)),
+        ("stop", None, ()),
+        ("bad_words", None, ()),
+        ("logit_bias", {"5": 1, "7": -2.5, 9: 3.0}, {5: 1.0, 7: -2.5, 9: 3.0}),
+    ],
+)
+def test_what_json_and_callers_write_becomes_one_form(name: str, given: object, value: object) -> None:
+    assert getattr(SamplingParams(**{name: given}), name) == value
+
+
+def test_a_dictionary_that_changes_afterwards_changes_no_parameters() -> None:
+    bias = {5: 1.0}
+    params = SamplingParams(logit_bias=bias)
+    bias[5] = 2.0
+    assert params.logit_bias == {5: 1.0}
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"min_tokens": 5, "max_tokens": 4}, "min_tokens 5 is more than max_tokens 4"),
+        ({"min_tokens": 129}, "min_tokens 129 is more than max_tokens 128"),
+        ({"n": 2}, "n is 2 but temperature is 0"),
+        ({"n": 2, "temperature": 0.0, "top_k": 5}, "n is 2 but temperature is 0"),
+    ],
+)
+def test_parameters_that_contradict_each_other_are_refused(values: dict, message: str) -> None:
+    with pytest.raises(RequestError, match=message) as caught:
+        SamplingParams(**values)
+    assert "\n" not in str(caught.value)
+
+
+def test_parameters_at_the_edge_of_contradiction_are_allowed() -> None:
+    assert SamplingParams(min_tokens=4, max_tokens=4).min_tokens == 4
+    assert SamplingParams(n=2, temperature=0.1).n == 2
+
+
+FULL = {
+    "min_tokens": 2,
+    "temperature": 0.5,
+    "n": 3,
+    "stop": ["a", "b"],
+    "stop_token_ids": [4],
+    "logit_bias": {5: 1.0},
+    "bad_words": ["x", [1, 2]],
+    "allowed_token_ids": [1, 2, 5],
+    "logprobs": 2,
+    "prompt_logprobs": 0,
+    "speculative": False,
+    "seed": 7,
+}
+
+
+def test_equal_parameters_are_equal_and_others_are_not() -> None:
+    assert SamplingParams(**FULL) == SamplingParams(**FULL)
+    assert all(SamplingParams(**FULL) != SamplingParams(**{**FULL, name: None}) for name in ("seed", "logit_bias"))
+    assert SamplingParams(logits_processors=[processor]) == SamplingParams(logits_processors=(processor,))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {name: value for name, value in FULL.items() if name != "logit_bias"},
+        {"logits_processors": [processor]},
+        FULL,
+    ],
+)
+def test_equal_parameters_have_one_hash(values: dict) -> None:
+    assert len({SamplingParams(**values), SamplingParams(**values)}) == 1
+
+
+def test_parameters_can_be_copied_and_sent() -> None:
+    params = SamplingParams(**FULL, logits_processors=[processor])
+    assert params.model_copy(update={"seed": 8}) == SamplingParams(**{**FULL, "seed": 8}, logits_processors=[processor])
+    assert copy.deepcopy(params) == params == pickle.loads(pickle.dumps(params))
+    assert SamplingParams(**params.model_dump()) == params
+
+
+def test_parameters_survive_json() -> None:
+    written = json.loads(SamplingParams(**FULL).model_dump_json(exclude={"logits_processors"}))
+    assert SamplingParams(**written) == SamplingParams(**FULL)
+
+
+def test_the_json_schema_has_every_parameter_that_json_can_hold() -> None:
+    schema = SamplingParams.model_json_schema()
+    assert set(schema["properties"]) == set(SamplingParams.model_fields) - {"logits_processors"}
+    assert json.loads(json.dumps(schema)) == schema
 
 
 def test_parameters_cannot_be_changed() -> None:

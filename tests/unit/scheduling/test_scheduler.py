@@ -1,6 +1,7 @@
 """The scheduler, driven by a fake model: lengths, stops, blocks, order, turns and aborts, for any mix of requests."""
 
 from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
@@ -10,13 +11,16 @@ from hypothesis import strategies as st
 
 from compspec.batch import Batch, ScheduledRequest, StepOutput
 from compspec.errors import CapacityError
-from compspec.request import FinishReason, Request, TokenDelta
+from compspec.request import FinishReason, Logprob, Request, TokenDelta, TokenLogprobs
 from compspec.scheduling.block_pool import SCRATCH_BLOCK, BlockPool
 from compspec.scheduling.scheduler import Scheduler
 from tests.unit.fakes import make_request, step_output
 
 EOS = 2
+TEXT = 11
+"""The token that completes a stop text, where a request has one."""
 VOCAB = 30
+FAILED = "the model broke"
 
 
 def make_scheduler(
@@ -37,29 +41,62 @@ def truth(request: Request) -> list[int]:
     return [rng.randrange(VOCAB) for _ in range(request.max_tokens + 20)]
 
 
-def expected_end(request: Request) -> tuple[list[int], FinishReason]:
-    """The whole output, by definition: up to and with the first stop, at most max_tokens."""
+class Told:
+    """An end check that remembers what it was told."""
+
+    def __init__(self) -> None:
+        self.token_ids: list[int] = []
+
+    def __call__(self, token_id: int) -> str | None:
+        self.token_ids.append(token_id)
+        return "text" if token_id == TEXT else None
+
+
+def expected_end(request: Request, error_at: int | None) -> tuple[list[int], FinishReason, int | str | None]:
+    """The whole output, by definition: up to and with the first end, before a failure, at most max_tokens."""
     params, tokens = request.params, truth(request)
     for index, token in enumerate(tokens[: request.max_tokens]):
-        if token in params.stop_token_ids or (token == EOS and not params.ignore_eos):
-            return tokens[: index + 1], FinishReason.STOP
-    return tokens[: request.max_tokens], FinishReason.LENGTH
+        if index == error_at:
+            return tokens[:index], FinishReason.ERROR, None
+        if token in params.stop_token_ids:
+            return tokens[: index + 1], FinishReason.STOP, token
+        if request.end_check is not None and token == TEXT:
+            return tokens[: index + 1], FinishReason.STOP, "text"
+        if token == EOS and not params.ignore_eos:
+            return tokens[: index + 1], FinishReason.STOP, None
+    return tokens[: request.max_tokens], FinishReason.LENGTH, None
 
 
-def fake_step(batch: Batch, rng: Random) -> StepOutput:
-    """The true tokens of each request, a random number of drafts accepted."""
-    token_ids, drafted, accepted = [], [], []
+def reported(token_ids: Sequence[int], first: int) -> list[TokenLogprobs]:
+    """Log-probabilities that can be told apart: those of output token i are -i."""
+    return [{token: Logprob(-float(index), 1)} for index, token in enumerate(token_ids, first)]
+
+
+def fake_step(batch: Batch, rng: Random, error_at: Mapping[str, int | None]) -> StepOutput:
+    """The true tokens of each request, a random number of drafts accepted, up to where it fails."""
+    token_ids, drafted, accepted, errors = [], [], [], []
     for entry in batch.scheduled:
         if not entry.samples:
             token_ids.append(())
             drafted.append(0)
             accepted.append(0)
+            errors.append(None)
             continue
         drafted.append(rng.randint(0, entry.max_draft_tokens))
         accepted.append(rng.randint(0, drafted[-1]))
-        done = entry.request.num_output_tokens
-        token_ids.append(tuple(truth(entry.request)[done : done + accepted[-1] + 1]))
-    return StepOutput(token_ids=tuple(token_ids), num_draft_tokens=tuple(drafted), num_accepted_tokens=tuple(accepted))
+        done, failure = entry.request.num_output_tokens, error_at.get(entry.request.request_id)
+        errors.append(None)
+        end = done + accepted[-1] + 1
+        if failure is not None and failure < end:
+            accepted[-1], end = failure - done, failure
+            errors[-1] = FAILED
+        token_ids.append(tuple(truth(entry.request)[done:end]))
+    return StepOutput(
+        token_ids=tuple(token_ids),
+        num_draft_tokens=tuple(drafted),
+        num_accepted_tokens=tuple(accepted),
+        errors=tuple(errors),
+    )
 
 
 @dataclass
@@ -73,6 +110,7 @@ class Driver:
     submitted: list[Request] = field(default_factory=list)
     admitted: list[Request] = field(default_factory=list)
     outputs: dict[str, list[int]] = field(default_factory=dict)
+    error_at: dict[str, int | None] = field(default_factory=dict)
     last_kind: bool | None = None
     last_had_both: bool = False
 
@@ -90,7 +128,12 @@ class Driver:
         self._check_turns(batch)
         for entry in batch.scheduled:
             self._check_entry(entry, batch.is_prefill)
-        deltas = scheduler.update(batch, fake_step(batch, self.rng))
+        output = fake_step(batch, self.rng, self.error_at)
+        logprobs = [
+            None if entry.request.logprobs is None else reported(tokens, entry.request.num_output_tokens)
+            for entry, tokens in zip(batch.scheduled, output.token_ids, strict=True)
+        ]
+        deltas = scheduler.update(batch, output, logprobs)
         for delta in deltas:
             self.outputs[delta.request.request_id] += delta.token_ids
             self._check_delta(delta)
@@ -161,14 +204,22 @@ class Driver:
 
     def _check_delta(self, delta: TokenDelta) -> None:
         request = delta.request
-        assert delta.token_ids, "a step that samples gives at least one token"
+        failed = delta.finish_reason is FinishReason.ERROR
+        assert delta.token_ids or failed, "a step that samples gives at least one token, or fails"
+        assert request.error == (FAILED if failed else None)
         assert request.output_token_ids == self.outputs[request.request_id]
         assert delta.finish_reason is request.finish_reason
         assert (request.finish_reason is not None) == (request not in self.scheduler.running)
         if request.finish_reason is None:
             assert request.num_computed_tokens == request.num_tokens - 1
         stats = request.stats
-        assert stats.num_decode_tokens + 1 == request.num_output_tokens
+        assert stats.num_decode_tokens == max(0, request.num_output_tokens - 1)
+        if isinstance(request.end_check, Told):
+            assert request.end_check.token_ids == request.output_token_ids, "told something else than the output"
+        assert (delta.logprobs is None) == (request.logprobs is None)
+        if request.logprobs is not None and delta.logprobs is not None:
+            assert request.logprobs == reported(request.output_token_ids, 0)
+            assert list(delta.logprobs) == request.logprobs[request.num_output_tokens - len(delta.token_ids) :]
         assert stats.num_steps == stats.num_decode_steps + 1
         assert stats.num_accepted_tokens <= stats.num_draft_tokens
 
@@ -192,6 +243,9 @@ def mixes(draw: st.DrawFn) -> dict:
                         "speculative": st.sampled_from([None, False, 1, 9]),
                         "at": st.integers(0, 12),
                         "abort_at": st.none() | st.integers(0, 14),
+                        "error_at": st.none() | st.none() | st.integers(0, 14),
+                        "has_stop_text": st.booleans(),
+                        "logprobs": st.sampled_from([None, 0]),
                     }
                 ),
                 min_size=1,
@@ -217,8 +271,13 @@ def test_any_mix_of_requests_ends_exactly_right_and_leaks_nothing(mix: dict) -> 
             request = make_request(
                 range(spec["prompt"]),
                 request_id=f"{number}-{mix['seed']}",
-                **{name: spec[name] for name in ("max_tokens", "ignore_eos", "stop_token_ids", "speculative")},
+                **{
+                    name: spec[name]
+                    for name in ("max_tokens", "ignore_eos", "stop_token_ids", "speculative", "logprobs")
+                },
             )
+            request.end_check = Told() if spec["has_stop_text"] else None
+            driver.error_at[request.request_id] = spec["error_at"]
             needed = scheduler.pool.blocks_for(spec["prompt"] + spec["max_tokens"])
             if needed > scheduler.pool.num_usable:
                 with pytest.raises(CapacityError, match=r"cache\.num_blocks"):
@@ -239,17 +298,23 @@ def test_any_mix_of_requests_ends_exactly_right_and_leaks_nothing(mix: dict) -> 
         assert step < 2000, "a request never ended"
     assert scheduler.pool.num_free == scheduler.pool.num_usable
     for request in driver.submitted:
-        tokens, reason = expected_end(request)
+        tokens, reason, stop_reason = expected_end(request, driver.error_at[request.request_id])
         found = driver.outputs[request.request_id]
         if request.request_id in aborted:
             assert request.finish_reason is FinishReason.ABORT
             assert found == tokens[: len(found)]
         else:
-            assert (found, request.finish_reason) == (tokens, reason)
+            assert (found, request.finish_reason, request.stop_reason) == (tokens, reason, stop_reason)
 
 
-def run_alone(scheduler: Scheduler, request: Request, output: list[int]) -> list[TokenDelta]:
-    """Prefills, then gives the whole `output` in one step, all but the last of it as accepted drafts."""
+def run_alone(
+    scheduler: Scheduler,
+    request: Request,
+    output: list[int],
+    error: str | None = None,
+    logprobs: list[TokenLogprobs] | None = None,
+) -> list[TokenDelta]:
+    """Prefills, then gives the whole `output` in one step, all but its last token (or the error) accepted drafts."""
     scheduler.add(request)
     while True:
         batch = scheduler.schedule()
@@ -257,23 +322,29 @@ def run_alone(scheduler: Scheduler, request: Request, output: list[int]) -> list
         if not batch.is_prefill:
             break
         scheduler.update(batch, step_output([29] if batch.samples else []))
-    accepted = len(output) - 1
-    return scheduler.update(
-        batch,
-        StepOutput(token_ids=(tuple(output),), num_draft_tokens=(accepted,), num_accepted_tokens=(accepted,)),
+    accepted = len(output) if error is not None else len(output) - 1
+    step = StepOutput(
+        token_ids=(tuple(output),), num_draft_tokens=(accepted,), num_accepted_tokens=(accepted,), errors=(error,)
     )
+    return scheduler.update(batch, step, [logprobs])
 
 
 @pytest.mark.parametrize("at", range(4))
-@pytest.mark.parametrize("stop", [EOS, 7])
-def test_a_stop_at_any_place_of_the_window_ends_the_output_there(at: int, stop: int) -> None:
+@pytest.mark.parametrize(("stop", "stop_reason"), [(EOS, None), (7, 7), (TEXT, "text")])
+def test_a_stop_at_any_place_of_the_window_ends_the_output_there(
+    at: int, stop: int, stop_reason: int | str | None
+) -> None:
     window = [20, 21, 22, 23]
     window[at] = stop
-    request = make_request(range(3), stop_token_ids=(7,))
-    (delta,) = run_alone(make_scheduler(), request, window)
+    request = make_request(range(3), stop_token_ids=(7,), logprobs=0)
+    request.end_check = told = Told()
+    (delta,) = run_alone(make_scheduler(), request, window, logprobs=reported(window, 1))
     assert list(delta.token_ids) == window[: at + 1]
     assert delta.finish_reason is FinishReason.STOP
+    assert request.stop_reason == stop_reason
     assert request.output_token_ids == [29, *window[: at + 1]]
+    assert told.token_ids == request.output_token_ids, "told of what comes after the end, or not of all before"
+    assert delta.logprobs == tuple(reported(window[: at + 1], 1)) == tuple(request.logprobs)
     # What the cut dropped was not delivered, so it was not accepted; the stop itself may have been a draft.
     assert request.stats.num_accepted_tokens == min(at + 1, 3)
     assert request.stats.num_decode_tokens == at + 1
@@ -379,3 +450,136 @@ def test_a_large_request_at_the_head_is_not_overtaken() -> None:
     scheduler.abort(first)
     scheduler.schedule()
     assert scheduler.running == [large]
+
+
+@pytest.mark.parametrize("kept", [[], [20], [20, 21, 22]])
+def test_an_error_ends_the_request_after_the_tokens_before_it(kept: list[int]) -> None:
+    scheduler = make_scheduler()
+    request = make_request(range(3), logprobs=0)
+    (delta,) = run_alone(scheduler, request, kept, error=FAILED, logprobs=reported(kept, 1))
+    assert delta.token_ids == tuple(kept)
+    assert delta.finish_reason is request.finish_reason is FinishReason.ERROR
+    assert (request.error, request.stop_reason) == (FAILED, None)
+    assert request.output_token_ids == [29, *kept]
+    assert request.logprobs == reported(kept, 1)
+    assert (request.stats.num_decode_tokens, request.stats.num_accepted_tokens) == (len(kept), len(kept))
+    assert not scheduler.has_work
+    assert scheduler.pool.num_free == scheduler.pool.num_usable
+
+
+def test_an_error_at_the_first_token_of_all_ends_the_request_with_none() -> None:
+    scheduler = make_scheduler()
+    request = make_request(range(3))
+    scheduler.add(request)
+    batch = scheduler.schedule()
+    assert batch is not None
+    step = StepOutput(token_ids=((),), num_draft_tokens=(0,), num_accepted_tokens=(0,), errors=(FAILED,))
+    (delta,) = scheduler.update(batch, step)
+    assert (delta.token_ids, delta.finish_reason, request.error) == ((), FinishReason.ERROR, FAILED)
+    assert request.output_token_ids == []
+    assert not scheduler.has_work
+
+
+def decode_step_of(scheduler: Scheduler, count: int) -> Batch:
+    """Gives every request token 20 until a decode step with so many of them is scheduled."""
+    while True:
+        batch = scheduler.schedule()
+        assert batch is not None
+        if not batch.is_prefill and len(batch.scheduled) == count:
+            return batch
+        scheduler.update(batch, step_output(*[[20]] * len(batch.scheduled)))
+
+
+def test_an_error_ends_no_other_request() -> None:
+    scheduler = make_scheduler()
+    requests = [make_request(range(3), request_id=str(index)) for index in range(3)]
+    for request in requests:
+        scheduler.add(request)
+    batch = decode_step_of(scheduler, 3)
+    step = StepOutput(
+        token_ids=((21,), (21,), (21, 22)),
+        num_draft_tokens=(1, 1, 1),
+        num_accepted_tokens=(0, 1, 1),
+        errors=(None, FAILED, None),
+    )
+    deltas = scheduler.update(batch, step)
+    assert [delta.finish_reason for delta in deltas] == [None, FinishReason.ERROR, None]
+    assert [delta.token_ids for delta in deltas] == [(21,), (21,), (21, 22)]
+    assert [request.error for request in requests] == [None, FAILED, None]
+    assert scheduler.running == [requests[0], requests[2]]
+    batch = scheduler.schedule()
+    assert batch is not None
+    assert [entry.request for entry in batch.scheduled] == [requests[0], requests[2]]
+
+
+@pytest.mark.parametrize("stop", [EOS, 7, TEXT])
+def test_a_stop_before_an_error_is_a_stop(stop: int) -> None:
+    request = make_request(range(3), stop_token_ids=(7,))
+    request.end_check = Told()
+    (delta,) = run_alone(make_scheduler(), request, [20, stop], error=FAILED)
+    assert delta.finish_reason is FinishReason.STOP
+    assert request.error is None
+    assert delta.token_ids == (20, stop)
+
+
+def test_the_length_limit_before_an_error_is_the_length_limit() -> None:
+    request = make_request(range(3), max_tokens=3)
+    (delta,) = run_alone(make_scheduler(), request, [20, 21], error=FAILED)
+    assert (delta.finish_reason, request.error) == (FinishReason.LENGTH, None)
+
+
+def test_a_stop_token_that_completes_a_stop_text_is_the_reason_and_the_text_is_told_of_it() -> None:
+    request = make_request(range(3), stop_token_ids=(TEXT,))
+    request.end_check = told = Told()
+    run_alone(make_scheduler(), request, [20, TEXT, 21])
+    assert request.stop_reason == TEXT
+    assert told.token_ids == [29, 20, TEXT]
+
+
+def test_an_end_token_that_completes_a_stop_text_is_a_stop_by_the_text() -> None:
+    request = make_request(range(3))
+    request.end_check = lambda token: "text" if token == EOS else None
+    run_alone(make_scheduler(), request, [20, EOS, 21])
+    assert request.stop_reason == "text"
+
+
+def test_the_end_check_is_not_told_of_tokens_beyond_the_limit() -> None:
+    request = make_request(range(3), max_tokens=3)
+    request.end_check = told = Told()
+    (delta,) = run_alone(make_scheduler(), request, [20, 21, TEXT])
+    assert (delta.finish_reason, request.stop_reason) == (FinishReason.LENGTH, None)
+    assert told.token_ids == [29, 20, 21]
+
+
+def test_the_last_allowed_token_completing_a_stop_text_is_a_stop() -> None:
+    request = make_request(range(3), max_tokens=3)
+    request.end_check = Told()
+    (delta,) = run_alone(make_scheduler(), request, [20, TEXT])
+    assert (delta.finish_reason, request.stop_reason) == (FinishReason.STOP, "text")
+
+
+def test_an_aborted_request_keeps_its_output_and_its_end_check_is_told_no_more() -> None:
+    scheduler = make_scheduler()
+    request = make_request(range(3), logprobs=0)
+    request.end_check = told = Told()
+    (delta,) = run_alone(scheduler, request, [20, 21], logprobs=reported([20, 21], 1))
+    assert delta.finish_reason is None
+    scheduler.abort(request)
+    assert (request.finish_reason, request.stop_reason, request.error) == (FinishReason.ABORT, None, None)
+    assert request.output_token_ids == told.token_ids == [29, 20, 21]
+    assert request.logprobs == reported([20, 21], 1)
+    assert scheduler.schedule() is None
+    assert scheduler.pool.num_free == scheduler.pool.num_usable
+
+
+def test_an_aborted_request_leaves_the_others_where_they_are() -> None:
+    scheduler = make_scheduler(max_num_seqs=2)
+    first, second, third = (make_request(range(3), request_id=str(index)) for index in range(3))
+    for request in (first, second, third):
+        scheduler.add(request)
+    decode_step_of(scheduler, 2)
+    slot = second.slot
+    scheduler.abort(first)
+    assert (second.slot, second.finish_reason) == (slot, None)
+    scheduler.schedule()
+    assert scheduler.running == [second, third]

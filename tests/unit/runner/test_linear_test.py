@@ -1,0 +1,60 @@
+"""Products whose rows depend on how many there are, or on their place, are found, however rarely it shows."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from compspec.runner import linear_test
+from compspec.runner.linear_test import products, rows_differ
+
+
+class Faulty(nn.Linear):
+    """One element in so many differs by one rounding in forwards of a given number of rows."""
+
+    def __init__(self, rows: int, one_in: int, last_place: bool = False) -> None:
+        super().__init__(64, 32, dtype=torch.bfloat16)
+        self.rows, self.one_in, self.last_place = rows, one_in, last_place
+        self.generator = torch.Generator().manual_seed(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = torch.einsum("brk,nk->brn", x.double(), self.weight.double()).bfloat16()
+        if x.shape[1] == self.rows:
+            hit = torch.randint(self.one_in, out.shape, generator=self.generator) == 0
+            hit[:, : -1 if self.last_place else 0] = False
+            out = torch.where(hit, out * 1.01, out)
+        return out
+
+
+@pytest.fixture(autouse=True)
+def _forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_test, "_known", {})
+
+
+@pytest.mark.parametrize("rows", [2, 3, 8])
+def test_one_element_in_25_000_is_found(rows: int) -> None:
+    assert rows_differ(Faulty(rows, 25_000), rows, 24)
+
+
+@pytest.mark.parametrize("rows", [2, 7, 24])
+def test_rows_that_agree_pass(rows: int) -> None:
+    assert not rows_differ(Faulty(99, 1), rows, 24)
+
+
+def test_a_row_that_depends_on_its_place_in_the_largest_forward_is_found() -> None:
+    assert rows_differ(Faulty(24, 1000, last_place=True), 24, 24)
+
+
+def test_an_answer_is_kept_for_layers_of_the_same_kind() -> None:
+    assert not rows_differ(Faulty(99, 1), 2, 24)
+    assert not rows_differ(Faulty(2, 1), 2, 24), "asked again"
+    assert rows_differ(Faulty(4, 1), 4, 24), "another number of rows is another question"
+
+
+def test_one_layer_of_each_kind_is_tested() -> None:
+    from transformers.pytorch_utils import Conv1D
+
+    model = nn.Sequential(
+        nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8, bias=False), nn.Linear(8, 4), nn.LayerNorm(8), Conv1D(8, 8)
+    )
+    assert len(products(model)) == 4
+    assert not rows_differ(model[5], 24, 24)
