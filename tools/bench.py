@@ -4,9 +4,9 @@
     python tools/bench.py -c configs/bench.yaml --spec-bench question.jsonl --transformers --json result.json
 
 --spec-bench takes question.jsonl of github.com/hemingkx/Spec-Bench and runs 12 of its first turns through the chat
-template. Decoding is greedy. Prompts run one at a time unless --concurrent is given. Every engine is warmed up first;
-rounds are interleaved and alternate in order, medians are over rounds. Decode speed leaves the prompt and the first
-step out, on all sides. The table goes to standard error, the JSON to standard output and to --json.
+template. Decoding is greedy unless --params says otherwise. Prompts run one at a time unless --concurrent is given. Every
+engine is warmed up first; rounds are interleaved and alternate in order, medians are over rounds. Decode speed leaves the
+prompt and the first step out, on all sides. The table goes to standard error, the JSON to standard output and to --json.
 """
 
 import argparse
@@ -69,9 +69,12 @@ def main() -> None:
     llm = LLM(config)
     start_up_s = time.perf_counter() - started
     jobs = _jobs(llm, args)
+    params = SamplingParams(**{"max_tokens": args.max_tokens, **json.loads(args.params)})
     sides: dict[str, Callable[[], Round]] = {
-        "compspec": lambda: _run_compspec(llm, jobs, args.max_tokens, None, args.concurrent),
-        "compspec plain": lambda: _run_compspec(llm, jobs, args.max_tokens, False, args.concurrent),
+        "compspec": lambda: _run_compspec(llm, jobs, params, args.concurrent),
+        "compspec plain": lambda: _run_compspec(
+            llm, jobs, params.model_copy(update={"speculative": False}), args.concurrent
+        ),
     }
     if args.transformers:
         sides |= _transformers_sides(llm, jobs, args.max_tokens, config.speculative.num_draft_tokens)
@@ -116,6 +119,7 @@ def _arguments() -> argparse.Namespace:
     source.add_argument("--prompts", type=Path, help="JSONL as for compspec generate")
     source.add_argument("--spec-bench", type=Path, help="question.jsonl of Spec-Bench, or its folder")
     parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--params", default="{}", help="JSON of sampling parameters, for compspec's sides")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--concurrent", action="store_true", help="submit all prompts at once")
     parser.add_argument("--transformers", action="store_true", help="run transformers eager beside it")
@@ -146,9 +150,8 @@ def _jobs(llm: LLM, args: argparse.Namespace) -> list[Job]:
     return jobs
 
 
-def _run_compspec(llm: LLM, jobs: list[Job], max_tokens: int, speculative: Any, concurrent: bool) -> Round:
+def _run_compspec(llm: LLM, jobs: list[Job], params: SamplingParams, concurrent: bool) -> Round:
     before = _counters(llm)
-    params = SamplingParams(max_tokens=max_tokens, speculative=speculative)
     prompts = [job.token_ids for job in jobs]
     groups = [prompts] if concurrent else [[prompt] for prompt in prompts]
     results = [output for group in groups for output in llm.generate(group, params)]
