@@ -4,9 +4,9 @@
     python tools/bench.py -c configs/bench.yaml --spec-bench question.jsonl --transformers --json result.json
 
 --spec-bench takes question.jsonl of github.com/hemingkx/Spec-Bench and runs 12 of its first turns through the chat
-template. Decoding is greedy unless --params says otherwise. Prompts run one at a time unless --concurrent is given. Every
-engine is warmed up first; rounds are interleaved and alternate in order, medians are over rounds. Decode speed leaves the
-prompt and the first step out, on all sides. The table goes to standard error, the JSON to standard output and to --json.
+template. Decoding is greedy unless --params says otherwise; prompts run one at a time unless --concurrent is given.
+Every engine is warmed up first; rounds are interleaved and alternate in order, medians are over rounds. Decode speed
+leaves the prompt and the first step out. The table goes to standard error, the JSON to standard output and to --json.
 """
 
 import argparse

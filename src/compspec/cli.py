@@ -112,6 +112,8 @@ def schema() -> None:
 def _generate_one(config: "EngineConfig", text: str, use_chat: bool, check: bool) -> None:
     params = _seeded(config.sampling)
     _refuse_check(config, check, [params])
+    if params.logprobs is not None or params.prompt_logprobs is not None:
+        raise ConfigError("log-probabilities are part of result lines; use --prompts, with --output or without")
     llm = _start(config)
     prompt = _encode(llm, text, use_chat)
     samples = _stream_one(llm, prompt, params) if params.n == 1 else _print_samples(llm, prompt, params)

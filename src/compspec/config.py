@@ -46,7 +46,8 @@ class SpeculativeSection(BaseModel):
     num_draft_tokens: Annotated[int, Field(ge=1)] = 5
     scorer: Literal["multi_query", "batch_expansion"] = Field(
         "multi_query",
-        description="how drafts are scored: as rows of one sequence, or each as a sequence of its own (a baseline)",
+        description="how drafts are scored: as rows of one sequence, or each as a sequence of its own (a baseline; "
+        "its shapes are others, and so may be its bits, with drafts and without)",
     )
     verifier: Literal["equality", "rejection"] = Field(
         "equality",

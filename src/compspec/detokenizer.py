@@ -19,6 +19,8 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Any, prompt_token_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
+        # Special tokens that leave no text; they would only pile up in what is decoded together.
+        self._without_text = frozenset(token for token in tokenizer.all_special_ids if not self._decode([token]))
         # The last prompt tokens are context alone; five are enough to complete any character.
         self._token_ids = list(prompt_token_ids[-5:])
         self._prefix = 0
@@ -28,6 +30,8 @@ class Detokenizer:
 
     def push(self, token_id: int) -> str:
         """Adds a token and returns the text that became certain."""
+        if token_id in self._without_text:
+            return ""
         self._token_ids.append(token_id)
         text = self._new_text()
         certain = text.rstrip(_REPLACEMENT)

@@ -95,7 +95,9 @@ class Engine:
             eos_token_ids=adapter.eos_token_ids,
         )
         self._noise = compiled.compile_noise(GumbelNoise(adapter.vocab_size, adapter.device), config.compile.mode)
-        num_token_ids = min(adapter.vocab_size, len(loaded.tokenizer) if loaded.tokenizer else adapter.vocab_size)
+        num_token_ids = adapter.vocab_size
+        if loaded.tokenizer is not None:
+            num_token_ids = min(num_token_ids, max(loaded.tokenizer.get_vocab().values()) + 1)
         self._limits = Limits(
             max_model_len=self.max_model_len,
             vocab_size=adapter.vocab_size,
@@ -107,6 +109,7 @@ class Engine:
         if speculative.verifier == "rejection":
             self._verifier = RejectionVerifier(self._noise, block=speculative.block_verification)
         self._requests: dict[str, Request] = {}
+        self.num_aborts = 0
         self._numbers = itertools.count()
         self._start(progress)
 
@@ -123,7 +126,8 @@ class Engine:
             prompt_token_ids: at least one token, fewer than the model's length.
             params: defaults to the configuration's `sampling`.
             request_id: must not be in use; default: a number.
-            end_check: told of each output token in turn, says whether a stop text ends there.
+            end_check: told of each output token in turn, says whether a stop text ends there. Tokens that end the
+                output by their id are not shown to it. If it raises, its request alone ends with an error.
 
         Raises:
             RequestError: an empty or too long prompt, ids outside the vocabulary, an id in use, parameters that leave
@@ -189,6 +193,7 @@ class Engine:
         if request is None:
             return None
         self.scheduler.abort(request)
+        self.num_aborts += 1
         return TokenDelta(request=request, token_ids=(), finish_reason=FinishReason.ABORT)
 
     @property

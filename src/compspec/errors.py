@@ -1,6 +1,14 @@
 """The errors a caller can meet. Everything raised for a caller's mistake is one of these."""
 
 
+def one_line(error: BaseException) -> str:
+    """The text of an error that other code raised, in one line; it may have none, or fail to make it."""
+    try:
+        return " ".join(str(error).split())
+    except Exception:
+        return "(no text)"
+
+
 class CompspecError(Exception):
     """Base of every error that compspec raises on purpose."""
 

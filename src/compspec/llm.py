@@ -11,7 +11,7 @@ from typing import Any
 from compspec.config import EngineConfig, ModelSection, load_config, make_config
 from compspec.detokenizer import Detokenizer, OutputText
 from compspec.engine import Engine
-from compspec.errors import ConfigError, RequestError, UnsupportedError
+from compspec.errors import ConfigError, RequestError, UnsupportedError, one_line
 from compspec.request import FinishReason, Request, RequestStats, TokenDelta, TokenLogprobs
 from compspec.runner.model_runner import Progress
 from compspec.sampling.noise import sample_seed
@@ -29,7 +29,7 @@ class CompletionOutput:
     Attributes:
         index: 0 .. n - 1.
         token_ids: the output, what ended it included.
-        text: the output's text, up to the first stop text; None without a tokenizer.
+        text: the output's text without what ended it, stop token or stop text; None without a tokenizer.
         finish_reason: stop, length, abort or error.
         stop_reason: the stop token id or stop text that ended it; None for the model's EOS.
         error: why it failed, with finish_reason error; what was generated before is kept.
@@ -112,13 +112,15 @@ class Chunk:
         index: which sample it belongs to.
         text, token_ids, logprobs: what is new.
         finish_reason, stop_reason, error: as in `CompletionOutput`, with a sample's last piece.
-        stats: of the sample so far.
+        prompt_logprobs: with the first piece of the first sample, if asked for.
+        stats: of the sample; they go on changing until it is finished.
     """
 
     index: int
     text: str
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None
+    prompt_logprobs: list[TokenLogprobs | None] | None
     finish_reason: FinishReason | None
     stop_reason: int | str | None
     error: str | None
@@ -153,6 +155,8 @@ class LLM:
         self.engine = Engine(resolved, progress=progress)
         self.tokenizer: Any = self.engine.loaded.tokenizer
         self._jobs: dict[str, _Job] = {}
+        self._num_finished = 0
+        self._num_aborts_seen = 0
 
     @classmethod
     def from_yaml(cls, path: str | Path, *, progress: Progress | None = None, **overrides: Any) -> "LLM":
@@ -186,11 +190,15 @@ class LLM:
             RequestError, CapacityError, UnsupportedError: a prompt or parameter is wrong; then none of them runs.
         """
         listed = self._prompts(prompts)
-        jobs = self._submit(listed, self._params(params, len(listed)))
+        jobs = self._submit(listed, self._params(params, len(listed)), keep_chunks=False)
         outputs: dict[int, RequestOutput] = {}
+        num_seen = -1
         try:
             while len(outputs) < len(jobs):
                 self._step()
+                if num_seen == self._num_finished:
+                    continue  # nothing to look for among what may be thousands
+                num_seen = self._num_finished
                 for index, job in enumerate(jobs):
                     if index not in outputs and job.is_finished:
                         outputs[index] = job.output()
@@ -220,7 +228,7 @@ class LLM:
         The request is submitted when this is called, so a wrong one raises here. Several streams, and calls of
         `generate` beside them, run in the same batch.
         """
-        (job,) = self._submit(self._prompts([prompt]), self._params(params, 1))
+        (job,) = self._submit(self._prompts([prompt]), self._params(params, 1), keep_chunks=True)
         return Stream(job, self._step, lambda: self._abort([job]))
 
     def chat_token_ids(self, messages: Conversation) -> list[int]:
@@ -236,8 +244,7 @@ class LLM:
             text = self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
         except Exception as error:  # templates raise whatever their authors chose
             raise RequestError(f"the chat template refused the messages: {error}") from None
-        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        return ids
+        return self._tokenize(text, "messages", add_special_tokens=False)
 
     def check_request(self, prompt: Prompt, params: SamplingParams) -> list[int]:
         """Refuses a request that could not run; `generate` does the same.
@@ -264,27 +271,41 @@ class LLM:
 
     def _spellings(self, word: str) -> list[tuple[int, ...]]:
         """A word's tokens at the beginning of a text, and after a space."""
-        texts = (word, f" {word.lstrip()}")
-        found = [tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
+        after_space = f" {word.lstrip(' ')}"
+        texts = [word, after_space] if after_space.strip(" ") else [word]
+        found = [tuple(self._tokenize(text, f"bad word {word!r}", add_special_tokens=False)) for text in texts]
         if not all(found):
             raise RequestError(f"bad word {word!r} has no tokens")
         return found
+
+    def _tokenize(self, text: str, what: str, **options: Any) -> list[int]:
+        try:
+            ids: list[int] = self.tokenizer(text, **options)["input_ids"]
+        except (TypeError, ValueError, UnicodeError) as error:  # a lone surrogate, for one
+            raise RequestError(f"the tokenizer refused the {what}: {one_line(error)}") from None
+        return ids
 
     def _step(self) -> None:
         """Runs one step and hands every delta to its job, whoever waits for it."""
         for delta in self.engine.step():
             self._hand_over(delta)
-        for job in list(self._jobs.values()):
-            for request in job.aborted():  # through the engine, behind our back
+        if self._num_aborts_seen != self.engine.num_aborts:  # perhaps through the engine, behind our back
+            self._num_aborts_seen = self.engine.num_aborts
+            aborted = [request for job in list(self._jobs.values()) for request in job.aborted()]
+            for request in dict.fromkeys(aborted):
                 self._hand_over(TokenDelta(request=request, token_ids=(), finish_reason=FinishReason.ABORT))
+        if self._jobs and not self.engine.has_work:
+            lost, self._jobs = len(self._jobs), {}
+            raise RuntimeError(f"the engine has ended, but {lost} requests have not: an earlier step was interrupted")
 
     def _hand_over(self, delta: TokenDelta) -> None:
-        job = self._jobs.get(delta.request.request_id)
-        if job is None:
-            return  # submitted to the engine directly
-        job.take(delta)
-        if delta.finish_reason is not None:
-            del self._jobs[delta.request.request_id]
+        if delta.finish_reason is None:
+            job = self._jobs.get(delta.request.request_id)
+        else:
+            job = self._jobs.pop(delta.request.request_id, None)
+            self._num_finished += 1
+        if job is not None:  # else it was submitted to the engine directly
+            job.take(delta)
 
     def _abort(self, jobs: Sequence["_Job"]) -> None:
         for job in jobs:
@@ -293,13 +314,15 @@ class LLM:
                 if delta is not None:
                     self._hand_over(delta)
 
-    def _submit(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list["_Job"]:
+    def _submit(
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], *, keep_chunks: bool
+    ) -> list["_Job"]:
         """Queues all, or none if one is refused."""
         jobs: list[_Job] = []
         try:
             for prompt, each in zip(prompts, params, strict=True):
                 text = prompt if isinstance(prompt, str) else None
-                job = _Job(text, self.tokenizer)
+                job = _Job(text, self.tokenizer, keep_chunks)
                 jobs.append(job)
                 token_ids = self.check_request(prompt, each)
                 for one in _samples_of(self._for_engine(each)):
@@ -308,7 +331,7 @@ class LLM:
                     request = self.engine.add_request(token_ids, one, end_check=end_check)
                     job.samples.append(_Sample(request, output_text))
                     self._jobs[request.request_id] = job
-        except Exception:
+        except BaseException:
             self._abort(jobs)
             raise
         return jobs
@@ -321,11 +344,7 @@ class LLM:
         """
         if self.tokenizer is None:
             raise UnsupportedError("this model has no tokenizer; give prompts as lists of token ids")
-        try:
-            ids: list[int] = self.tokenizer(prompt)["input_ids"]
-        except (TypeError, ValueError, UnicodeError) as error:  # a lone surrogate, for one
-            raise RequestError(f"the tokenizer refused the prompt: {error}") from None
-        return ids
+        return self._tokenize(prompt, "prompt")
 
     def _prompts(self, prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         if isinstance(prompts, str):
@@ -385,13 +404,15 @@ class _Sample:
         self.output_text = text
         self.text = ""
         self.is_finished = False
+        self.has_chunks = False
 
 
 class _Job:
     """A prompt and its samples so far."""
 
-    def __init__(self, prompt: str | None, tokenizer: Any) -> None:
+    def __init__(self, prompt: str | None, tokenizer: Any, keep_chunks: bool) -> None:
         self.samples: list[_Sample] = []
+        self._keep_chunks = keep_chunks
         self.chunks: deque[Chunk] = deque()
         self._prompt = prompt
         self._tokenizer = tokenizer
@@ -423,30 +444,31 @@ class _Job:
             text = sample.output_text.take()
         sample.text += text
         sample.is_finished = delta.finish_reason is not None
+        if not self._keep_chunks:
+            return
         self.chunks.append(
             Chunk(
                 index=index,
                 text=text,
                 token_ids=list(delta.token_ids),
                 logprobs=None if delta.logprobs is None else [self._with_text(one) for one in delta.logprobs],
+                prompt_logprobs=self._prompt_logprobs() if index == 0 and not sample.has_chunks else None,
                 finish_reason=delta.finish_reason,
                 stop_reason=request.stop_reason,
                 error=request.error,
                 stats=request.stats,
             )
         )
+        sample.has_chunks = True
 
     def output(self) -> RequestOutput:
         """The finished request."""
         first = self.samples[0].request
-        prompt_logprobs = first.prompt_logprobs
-        if prompt_logprobs is not None:
-            prompt_logprobs = [None if one is None else self._with_text(one) for one in prompt_logprobs]
         return RequestOutput(
             request_id=first.request_id,
             prompt=self._prompt,
             prompt_token_ids=first.token_ids[: first.num_prompt_tokens].tolist(),
-            prompt_logprobs=prompt_logprobs,
+            prompt_logprobs=self._prompt_logprobs(),
             outputs=[self._completion(index, sample) for index, sample in enumerate(self.samples)],
         )
 
@@ -463,6 +485,10 @@ class _Job:
             logprobs=None if request.logprobs is None else [self._with_text(one) for one in request.logprobs],
             stats=request.stats,
         )
+
+    def _prompt_logprobs(self) -> list[TokenLogprobs | None] | None:
+        found = self.samples[0].request.prompt_logprobs
+        return None if found is None else [None if one is None else self._with_text(one) for one in found]
 
     def _with_text(self, logprobs: TokenLogprobs) -> TokenLogprobs:
         if self._tokenizer is None:

@@ -96,7 +96,7 @@ class Request:
     `num_computed_tokens` (KV valid and verified) chases `num_tokens` (prompt and output).
 
     Attributes:
-        end_check: told of every output token in order, until it or something else ends the output.
+        end_check: told of every output token in order, but not of one that ends the output by its id.
         stop_reason: the stop token id or text that ended the output; None for the model's EOS.
         error: why the request failed, with finish_reason ERROR.
         logprobs: one entry per output token, if asked for.

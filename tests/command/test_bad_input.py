@@ -38,7 +38,7 @@ from tests.tiny_models import tiny_model_folder
         ("sampling.logit_bias={600: 1}", ["logit_bias", "600", "512"]),
         ("sampling.allowed_token_ids=[600]", ["allowed_token_ids", "600", "512"]),
         ("sampling.stop_token_ids=[600]", ["stop token id 600", "512"]),
-        ("sampling.logprobs=513", ["logprobs is 513", "512"]),
+        ("sampling.logprobs=3", ["result lines", "--prompts"]),
         ("sampling.min_tokens=13", ["min_tokens 13", "max_tokens 12"]),
         ("sampling={min_tokens: 250, max_tokens: 250}", ["min_tokens is 250", "room for"]),
         ("sampling={allowed_token_ids: [9], bad_words: [[9]]}", ["leave no token"]),

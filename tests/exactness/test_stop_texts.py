@@ -141,7 +141,7 @@ def ending(lab: Lab, kind: str, at: int) -> tuple[Any, list[int], str, str, Any]
     if kind == "stop token":
         script[at : at + 1] = lab.encode("!")
         token = script[at]
-        return lab.job(number, script, stop_token_ids=(token,)), script[: at + 1], typed(at) + "!", "stop", token
+        return lab.job(number, script, stop_token_ids=(token,)), script[: at + 1], typed(at), "stop", token
     if kind == "stop text":
         script[at : at + 1] = lab.encode("!")
         return lab.job(number, script, stop="!"), script[: at + 1], typed(at), "stop", "!"
@@ -275,10 +275,10 @@ def test_stop_texts_within_min_tokens_do_not_count(lab: Lab, k: int | bool) -> N
 
 
 @pytest.mark.parametrize("k", [False, 1, 3, 7])
-def test_a_stop_token_whose_text_completes_a_stop_text_is_the_reason_and_the_text_is_cut(lab: Lab, k: int) -> None:
+def test_a_stop_token_whose_text_would_complete_a_stop_text_ends_by_its_id(lab: Lab, k: int) -> None:
     script = lab.encode("abcdef!gh")
     (output,) = lab.generate([lab.job(0, script, stop="f!", stop_token_ids=(script[6],))], k)
-    assert (output.text, output.stop_reason, output.token_ids) == ("abcde", script[6], script[:7])
+    assert (output.text, output.stop_reason, output.token_ids) == ("abcdef", script[6], script[:7])
 
 
 @pytest.mark.parametrize("k", [False, 1, 3, 7])

@@ -86,6 +86,7 @@ class Bytes:
 
     def __init__(self, pieces: Sequence[bytes]) -> None:
         self._pieces = pieces
+        self.all_special_ids: list[int] = []
 
     def decode(self, token_ids: list[int], **options: Any) -> str:
         return b"".join(self._pieces[token] for token in token_ids).decode("utf-8", "replace")
@@ -164,6 +165,7 @@ class Counting:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+        self.all_special_ids = tokenizer.all_special_ids
         self.longest = 0
 
     def decode(self, token_ids: list[int], **options: Any) -> str:

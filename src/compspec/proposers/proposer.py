@@ -36,7 +36,7 @@ class Proposer(Protocol):
         ...
 
     def observe(self, batch: Batch, output: StepOutput) -> None:
-        """Learns what a step added to each output; called after every step that samples."""
+        """Learns what a step gave each request, prompt chunks included; tokens may go beyond an output's end."""
         ...
 
 

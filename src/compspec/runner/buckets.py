@@ -25,8 +25,8 @@ class Buckets:
 
     Exact numerics decode at `decode_width`, and at `plain_width` where nothing is drafted and the self-test
     finds the two bit-equal; a prompt's chunks, the padding of the last one included, are a function of the
-    prompt's length. Fast numerics decode at 1 and at K + 1 rows. Batch expansion has as many rows, each as a request
-    of its own.
+    prompt's length. Fast numerics decode at 1 and at K + 1 rows. With batch expansion each of
+    these rows is a sequence of its own.
     """
 
     def __init__(self, config: EngineConfig) -> None:

@@ -155,7 +155,7 @@ class MetadataState:
     ) -> None:
         self._device = device
         self._vocab_size = vocab_size
-        self._eos_token_ids = tuple(token for token in eos_token_ids if token < vocab_size)
+        self._eos_token_ids = tuple(token for token in eos_token_ids if 0 <= token < vocab_size)
         self._prompt_mask = torch.zeros(max_num_seqs, vocab_size, dtype=torch.bool, device=device)
         self._output_counts = torch.zeros(max_num_seqs, vocab_size, dtype=torch.int32, device=device)
         # The distinct tokens of each slot, so that penalties touch those alone and not the whole vocabulary.

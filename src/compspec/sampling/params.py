@@ -71,7 +71,7 @@ class SamplingParams(BaseModel):
             be rejected included, so a processor must be a function of its arguments. If one raises at a token that
             is reached, its request alone ends, with finish_reason `error`.
         stop: texts that end the output; the text ends before the first of them.
-        stop_token_ids: tokens that end the output, beside the model's EOS.
+        stop_token_ids: tokens that end the output, beside the model's EOS; the text ends before them.
         ignore_eos: do not end at the model's EOS tokens.
         seed: makes sampling reproducible; None draws one when the request is submitted.
         n: how many samples to make of the prompt, each with a stream of random numbers of its own. The
@@ -137,7 +137,10 @@ class SamplingParams(BaseModel):
         """JSON has no integer keys."""
         if not isinstance(value, dict):
             return value
-        return {int(key) if isinstance(key, str) and key.isdecimal() else key: bias for key, bias in value.items()}
+        pairs = [(int(key) if isinstance(key, str) and key.isdecimal() else key, bias) for key, bias in value.items()]
+        if len(dict(pairs)) < len(pairs):
+            raise ValueError("a token id is given twice")
+        return dict(pairs)
 
     @model_validator(mode="after")
     def _factors_fit_float32(self) -> "SamplingParams":

@@ -120,7 +120,7 @@ def _num_kept_block(p: Tensor, q: Tensor, draft: list[int], draws: Tensor) -> tu
     # weights[i]: how much of the target's probability the first i drafts carry, at most 1.
     weights = [1.0]
     for ratio in ratios:
-        weights.append(min(weights[-1] * ratio, 1.0))
+        weights.append(min(weights[-1] * ratio, 1.0) if weights[-1] > 0 else 0.0)
     carried = torch.tensor(weights, dtype=p.dtype, device=p.device)
     excess = (carried[:-1, None] * p - q).clamp(min=0)
     mass = excess.sum(-1).tolist()

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from compspec.batch import Scores
+from compspec.errors import one_line
 from compspec.sampling import transforms
 from compspec.sampling.metadata import RowGroup, RowProcessors, SamplingMetadata
 
@@ -51,6 +52,7 @@ class Sampler:
         self._noise = noise
         self._tokenizer_vocab_size = tokenizer_vocab_size
 
+    @torch.no_grad()
     def sample(self, scores: Scores, metadata: SamplingMetadata) -> Sampled:
         """Samples every row that has metadata. Of equal values the lowest token id wins.
 
@@ -115,7 +117,7 @@ def _process_(row: Tensor, one: RowProcessors) -> str | None:
             problem = _not_a_row(result, row)
         except Exception as error:  # a user's code can raise anything
             logger.debug("logits processor %s failed", name, exc_info=True)
-            problem = f"raised {type(error).__name__}: {_text_of(error)}"
+            problem = f"raised {type(error).__name__}: {one_line(error)}"
         if problem is not None:
             return f"logits processor '{name}' {problem}"
     row.copy_(result)
@@ -131,10 +133,3 @@ def _not_a_row(result: object, row: Tensor) -> str | None:
     if isinstance(result, Tensor):
         given = f"{result.dtype} {list(result.shape)} {result.layout} on {result.device}"
     return f"must return a tensor {row.dtype} {list(row.shape)} on {row.device}, it returned {given}"
-
-
-def _text_of(error: Exception) -> str:
-    try:
-        return " ".join(str(error).split())
-    except Exception:  # its own text can fail as well
-        return "(no text)"

@@ -29,7 +29,7 @@ class EqualityVerifier:
     """Keeps the leading run of drafts that equal the target's tokens, and one more target token."""
 
     def verify(self, sampled: Sampled, metadata: SamplingMetadata, batch: Batch, drafts: DraftTokens) -> StepOutput:
-        """See `Verifier.verify`. Moves the target's tokens to the host: the one synchronisation of a step."""
+        """See `Verifier.verify`. Moves the target's tokens to the host."""
         targets = sampled.token_ids.tolist()
         windows = []
         for row in range(len(batch.scheduled)):
@@ -58,7 +58,7 @@ def step_output(
         if window and window[-1] == NO_TOKEN:
             window = window[:-1]
             error = sampled.failures.get(
-                start + len(window), "no token can be sampled: all are forbidden, or the model's logits are not numbers"
+                start + len(window), "no token can be sampled: all are forbidden, or the logits are not numbers"
             )
         token_ids.append(tuple(window))
         errors.append(error)

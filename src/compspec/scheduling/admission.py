@@ -76,11 +76,14 @@ def check_request(prompt_token_ids: Sequence[int], params: SamplingParams, limit
 
 
 def _check_some_token_is_left(params: SamplingParams, banned: set[int], limits: Limits) -> None:
-    known = range(limits.num_token_ids)
-    left = set(known).intersection(known if params.allowed_token_ids is None else params.allowed_token_ids) - banned
-    if not left:
+    if not _is_any_left(params, banned, limits):
         raise RequestError("allowed_token_ids and bad_words leave no token that could be sampled")
-    if params.min_tokens:
-        ends = {*params.stop_token_ids, *(() if params.ignore_eos else limits.eos_token_ids)}
-        if left <= ends:
-            raise RequestError("min_tokens forbids all tokens that could be sampled: each of them ends the output")
+    ends = {*params.stop_token_ids, *(() if params.ignore_eos else limits.eos_token_ids)}
+    if params.min_tokens and not _is_any_left(params, banned | ends, limits):
+        raise RequestError("min_tokens forbids all tokens that could be sampled: each of them ends the output")
+
+
+def _is_any_left(params: SamplingParams, banned: set[int], limits: Limits) -> bool:
+    if params.allowed_token_ids is not None:
+        return any(token < limits.num_token_ids and token not in banned for token in params.allowed_token_ids)
+    return sum(0 <= token < limits.num_token_ids for token in banned) < limits.num_token_ids

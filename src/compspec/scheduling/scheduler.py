@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from compspec.batch import Batch, ScheduledRequest, StepOutput
-from compspec.errors import CapacityError
+from compspec.errors import CapacityError, one_line
 from compspec.request import FinishReason, Request, TokenDelta, TokenLogprobs
 from compspec.scheduling.block_pool import BlockPool
 
@@ -108,6 +108,8 @@ class Scheduler:
             strict=True,
         ):
             request = entry.request
+            if request.finish_reason is not None:
+                continue  # aborted while the step ran: a dropped stream can be collected at any moment
             request.num_computed_tokens += entry.num_new_tokens + num_accepted
             if not entry.samples:
                 continue
@@ -176,14 +178,20 @@ class Scheduler:
         params = request.params
         room = request.max_tokens - request.num_output_tokens
         for index, token in enumerate(token_ids[:room]):
-            text = request.end_check(token) if request.end_check is not None else None
+            kept = list(token_ids[: index + 1])
             if token in params.stop_token_ids:
                 request.stop_reason = token
-            elif text is not None:
+                return kept, FinishReason.STOP
+            if token in self._eos_token_ids and not params.ignore_eos:
+                return kept, FinishReason.STOP
+            try:
+                text = request.end_check(token) if request.end_check is not None else None
+            except Exception as failure:  # a tokenizer's or a caller's code: the other requests go on
+                request.error = f"the check for stop texts raised {type(failure).__name__}: {one_line(failure)}"
+                return kept, FinishReason.ERROR
+            if text is not None:
                 request.stop_reason = text
-            elif params.ignore_eos or token not in self._eos_token_ids:
-                continue
-            return list(token_ids[: index + 1]), FinishReason.STOP
+                return kept, FinishReason.STOP
         if len(token_ids) >= room:
             return list(token_ids[:room]), FinishReason.LENGTH
         return list(token_ids), None

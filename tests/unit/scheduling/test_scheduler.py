@@ -215,7 +215,9 @@ class Driver:
         stats = request.stats
         assert stats.num_decode_tokens == max(0, request.num_output_tokens - 1)
         if isinstance(request.end_check, Told):
-            assert request.end_check.token_ids == request.output_token_ids, "told something else than the output"
+            by_id = request.finish_reason == FinishReason.STOP and not isinstance(request.stop_reason, str)
+            told = request.output_token_ids[:-1] if by_id else request.output_token_ids
+            assert request.end_check.token_ids == told, "told something else than the output"
         assert (delta.logprobs is None) == (request.logprobs is None)
         if request.logprobs is not None and delta.logprobs is not None:
             assert request.logprobs == reported(request.output_token_ids, 0)
@@ -343,7 +345,9 @@ def test_a_stop_at_any_place_of_the_window_ends_the_output_there(
     assert delta.finish_reason is FinishReason.STOP
     assert request.stop_reason == stop_reason
     assert request.output_token_ids == [29, *window[: at + 1]]
-    assert told.token_ids == request.output_token_ids, "told of what comes after the end, or not of all before"
+    by_text = isinstance(stop_reason, str)
+    shown = request.output_token_ids if by_text else request.output_token_ids[:-1]
+    assert told.token_ids == shown, "told of what comes after the end, or not of all before"
     assert delta.logprobs == tuple(reported(window[: at + 1], 1)) == tuple(request.logprobs)
     # What the cut dropped was not delivered, so it was not accepted; the stop itself may have been a draft.
     assert request.stats.num_accepted_tokens == min(at + 1, 3)
@@ -528,19 +532,50 @@ def test_the_length_limit_before_an_error_is_the_length_limit() -> None:
     assert (delta.finish_reason, request.error) == (FinishReason.LENGTH, None)
 
 
-def test_a_stop_token_that_completes_a_stop_text_is_the_reason_and_the_text_is_told_of_it() -> None:
+def test_a_stop_token_that_would_complete_a_stop_text_is_the_reason_and_not_part_of_the_text() -> None:
     request = make_request(range(3), stop_token_ids=(TEXT,))
     request.end_check = told = Told()
     run_alone(make_scheduler(), request, [20, TEXT, 21])
     assert request.stop_reason == TEXT
-    assert told.token_ids == [29, 20, TEXT]
+    assert told.token_ids == [29, 20]
 
 
-def test_an_end_token_that_completes_a_stop_text_is_a_stop_by_the_text() -> None:
+def test_an_end_token_ends_by_its_id_whatever_its_text() -> None:
     request = make_request(range(3))
     request.end_check = lambda token: "text" if token == EOS else None
-    run_alone(make_scheduler(), request, [20, EOS, 21])
-    assert request.stop_reason == "text"
+    (delta,) = run_alone(make_scheduler(), request, [20, EOS, 21])
+    assert (delta.finish_reason, request.stop_reason) == (FinishReason.STOP, None)
+
+
+def test_an_end_check_that_raises_ends_its_request_alone() -> None:
+    def raises(token: int) -> str | None:
+        if token == 21:
+            raise KeyError("two\nlines")
+        return None
+
+    scheduler, request = make_scheduler(), make_request(range(3))
+    request.end_check = raises
+    (delta,) = run_alone(scheduler, request, [20, 21, 22])
+    assert (delta.finish_reason, delta.token_ids) == (FinishReason.ERROR, (20, 21))
+    assert request.error is not None and "KeyError" in request.error and "\n" not in request.error
+    assert scheduler.pool.num_free == scheduler.pool.num_usable
+
+
+def test_a_request_that_is_aborted_while_its_step_runs_stays_aborted() -> None:
+    """A stream that nobody holds any more is collected at any moment."""
+    scheduler = make_scheduler()
+    gone, stays = make_request(range(3), request_id="gone"), make_request(range(3), request_id="stays")
+    for request in (gone, stays):
+        scheduler.add(request)
+    while (batch := scheduler.schedule()) is not None and len(batch.scheduled) < 2:
+        scheduler.update(batch, step_output([29] if batch.samples else []))
+    assert batch is not None
+    before = gone.output_token_ids
+    scheduler.abort(gone)
+    deltas = scheduler.update(batch, step_output([20], [21]))
+    assert [delta.request for delta in deltas] == [stays]
+    assert (gone.finish_reason, gone.output_token_ids) == (FinishReason.ABORT, before)
+    assert stays.output_token_ids == [29, 21]
 
 
 def test_the_end_check_is_not_told_of_tokens_beyond_the_limit() -> None:
