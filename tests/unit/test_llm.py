@@ -518,3 +518,71 @@ def test_an_output_that_is_aborted_in_the_engine_keeps_all_its_text(llm: LLM) ->
     assert outputs[1].finish_reason == "abort"
     assert len(outputs[1].token_ids) > 1
     assert outputs[1].text == "x" * len(outputs[1].token_ids)
+
+
+def test_a_stream_brings_the_log_probabilities_of_the_prompt_with_its_first_chunk(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=4, prompt_logprobs=1, temperature=1.0, seed=3, n=2, ignore_eos=True)
+    (output,) = llm.generate("the quick brown", params)
+    chunks = list(llm.stream("the quick brown", params))
+    assert [chunk.index for chunk in chunks if chunk.prompt_logprobs is not None] == [0]
+    assert next(chunk for chunk in chunks if chunk.index == 0).prompt_logprobs == output.prompt_logprobs
+
+
+@pytest.mark.parametrize("word", ["\n", "\t"])
+def test_a_bad_word_of_white_space_bans_no_space(llm: LLM, word: str) -> None:
+    (space,) = llm.encode(" ")
+    banned = llm._for_engine(SamplingParams(bad_words=[word])).bad_words
+    assert (space,) not in banned
+    assert tuple(llm.encode(word)) in banned
+
+
+def test_text_that_no_tokenizer_takes_is_refused(llm: LLM) -> None:
+    surrogate = "\ud800"
+    with pytest.raises(RequestError, match="refused the bad word"):
+        llm.generate("the", SamplingParams(bad_words=[surrogate]))
+    with pytest.raises(RequestError, match="refused the prompt"):
+        llm.generate(surrogate)
+    with pytest.raises(RequestError, match="refused the messages"):
+        llm.chat([{"role": "user", "content": surrogate}])
+    assert idle(llm)
+
+
+def test_a_check_for_stop_texts_that_raises_ends_its_request_alone(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=6, ignore_eos=True)
+    (expected,) = llm.generate(["the quick"], params)
+    doomed = llm.stream("to be", params)
+    pushed: list[int] = []
+
+    def breaks(token: int) -> str | None:
+        pushed.append(token)
+        if len(pushed) == 3:
+            raise LookupError("no such token")
+        return None
+
+    doomed._job.samples[0].request.end_check = breaks
+    (alone,) = llm.generate(["the quick"], params)
+    assert alone.text == expected.text
+    last = list(doomed)[-1]
+    assert last.finish_reason == "error"
+    assert last.error is not None and "no such token" in last.error
+    assert idle(llm)
+
+
+def test_requests_that_an_interrupted_step_lost_are_an_error_and_no_endless_wait(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = llm.stream("the quick", SamplingParams(max_tokens=2, ignore_eos=True))
+    step = llm.engine.step
+
+    def interrupted() -> list[Any]:
+        step()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(llm.engine, "step", interrupted)
+    while llm.engine.has_work:
+        with pytest.raises(KeyboardInterrupt):
+            next(stream)
+    monkeypatch.undo()
+    with pytest.raises(RuntimeError, match="1 requests"):
+        next(stream)
+    assert llm.generate("the", SamplingParams(max_tokens=2))

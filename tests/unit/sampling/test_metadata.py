@@ -358,7 +358,7 @@ def test_min_tokens_holds_for_the_first_token_too() -> None:
 
 def test_an_end_outside_the_vocabulary_bans_nothing_in_the_next_row() -> None:
     """A model may name such an end; it can never be sampled."""
-    state = MetadataState(2, VOCAB, CPU, max_model_len=80, eos_token_ids=(VOCAB, VOCAB - 1))
+    state = MetadataState(2, VOCAB, CPU, max_model_len=80, eos_token_ids=(VOCAB, VOCAB - 1, -1))
     metadata = build(state, decode(make_request(min_tokens=1), make_request()))
     assert places(metadata.banned) == {(0, VOCAB - 1)}
 

@@ -323,3 +323,8 @@ def test_min_p_becomes_a_margin_of_logits() -> None:
 def test_greedy_means_temperature_zero() -> None:
     assert SamplingParams().is_greedy
     assert not SamplingParams(temperature=0.5).is_greedy
+
+
+def test_a_token_id_that_is_given_twice_is_refused() -> None:
+    with pytest.raises(RequestError, match="given twice"):
+        SamplingParams(logit_bias={"5": 1.0, "05": 2.0})

@@ -417,3 +417,11 @@ def test_a_token_that_is_forced_with_an_infinite_logit_is_certain(
     sampled = Sampler(noise).sample(scores(logits), metadata)
     output = RejectionVerifier(noise, block=block).verify(sampled, metadata, batch, proposed)
     assert output.token_ids == (expected,)
+
+
+def test_nothing_is_kept_after_a_draft_that_the_target_forbids() -> None:
+    p = torch.tensor([[0, 1, 0, 0], [0.25] * 4, [0.25] * 4], dtype=torch.float64)
+    q = torch.tensor([[1, 0, 0, 0], [0, 0.5, 0.5, 0], [0.25] * 4], dtype=torch.float64)
+    kept, excess = BLOCK(p, q, [0, 0, 1], torch.full((3,), 0.9, dtype=torch.float64))
+    assert kept == 0
+    assert excess.tolist() == [0, 1, 0, 0]
