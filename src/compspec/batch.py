@@ -66,11 +66,6 @@ class Batch:
     scheduled: tuple[ScheduledRequest, ...]
     is_prefill: bool
 
-    @property
-    def samples(self) -> bool:
-        """Whether any request samples a token in this step."""
-        return any(entry.samples for entry in self.scheduled)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftTokens:

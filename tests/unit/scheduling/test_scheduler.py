@@ -226,6 +226,11 @@ class Driver:
         assert stats.num_accepted_tokens <= stats.num_draft_tokens
 
 
+def samples(batch: Batch) -> bool:
+    """Whether any request samples a token in this step."""
+    return any(entry.samples for entry in batch.scheduled)
+
+
 @st.composite
 def mixes(draw: st.DrawFn) -> dict:
     return {
@@ -323,7 +328,7 @@ def run_alone(
         assert batch is not None
         if not batch.is_prefill:
             break
-        scheduler.update(batch, step_output([29] if batch.samples else []))
+        scheduler.update(batch, step_output([29] if samples(batch) else []))
     accepted = len(output) if error is not None else len(output) - 1
     step = StepOutput(
         token_ids=(tuple(output),), num_draft_tokens=(accepted,), num_accepted_tokens=(accepted,), errors=(error,)
@@ -400,7 +405,7 @@ def test_a_prompt_is_cut_by_its_length_alone(length: int, chunks: list[int]) -> 
         batch = scheduler.schedule()
         assert batch is not None and batch.is_prefill
         found += batch.scheduled
-        scheduler.update(batch, step_output([20] if batch.samples else []))
+        scheduler.update(batch, step_output([20] if samples(batch) else []))
     assert [entry.num_new_tokens for entry in found] == chunks
     assert [entry.samples for entry in found] == [False] * (len(chunks) - 1) + [True]
 
@@ -568,7 +573,7 @@ def test_a_request_that_is_aborted_while_its_step_runs_stays_aborted() -> None:
     for request in (gone, stays):
         scheduler.add(request)
     while (batch := scheduler.schedule()) is not None and len(batch.scheduled) < 2:
-        scheduler.update(batch, step_output([29] if batch.samples else []))
+        scheduler.update(batch, step_output([29] if samples(batch) else []))
     assert batch is not None
     before = gone.output_token_ids
     scheduler.abort(gone)
