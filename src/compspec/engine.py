@@ -162,6 +162,7 @@ class Engine:
         self._requests[request_id] = request
         return request
 
+    @torch.no_grad()
     def step(self) -> list[TokenDelta]:
         """Runs one step: a prompt chunk, or one verification of every decoding request.
 
@@ -290,6 +291,7 @@ class Engine:
             logger.info("not used, because their bits are not those of %s: %s", widest, ", ".join(dropped))
         self.runner.buckets.restrict_decode(keep)
 
+    @torch.no_grad()  # as in a step, else that would be another graph
     def _warm_up_noise(self) -> None:
         # Three tensors: one given twice would be a graph of its own.
         seeds, positions, salts = torch.zeros(3, GROUP_ROWS, dtype=torch.int64, device=self.loaded.adapter.device)
