@@ -92,6 +92,11 @@ class Scripted:
         pass
 
 
+def drafting(folder: Path | str, draft: Callable[[Request, int], list[int]], k: int, **settings: Any) -> Engine:
+    """An engine whose drafts come from `draft`, at most `k` per step."""
+    return make_engine(folder, Scripted(draft, k), speculative__num_draft_tokens=k, **settings)
+
+
 def oracle(truth: dict[tuple[int, ...], list[int]]) -> Callable[[Request, int], list[int]]:
     """Knows the whole output of each prompt."""
 

@@ -324,8 +324,11 @@ class LLM:
                 text = prompt if isinstance(prompt, str) else None
                 job = _Job(text, self.tokenizer, keep_chunks)
                 jobs.append(job)
-                token_ids = self.check_request(prompt, each)
-                for one in _samples_of(self._for_engine(each)):
+                resolved = self._for_engine(each)
+                token_ids = self.engine.check_request(
+                    self.encode(prompt) if isinstance(prompt, str) else prompt, resolved
+                )
+                for one in _samples_of(resolved):
                     output_text = job.output_text(token_ids, one)
                     end_check = output_text.push if output_text is not None else None
                     request = self.engine.add_request(token_ids, one, end_check=end_check)

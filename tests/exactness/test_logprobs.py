@@ -40,16 +40,6 @@ def make_prompt(length: int, seed: int = 0) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def folder(models: Path) -> Path:
-    return tiny_model_folder("llama", models)
-
-
-@pytest.fixture(scope="module")
-def plain(folder: Path) -> Engine:
-    return make_engine(folder)
-
-
-@pytest.fixture(scope="module")
 def reference(folder: Path) -> Any:
     with quiet_transformers():
         return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()

@@ -16,7 +16,7 @@ from compspec.engine import Engine
 from compspec.errors import RequestError
 from compspec.request import Request
 from compspec.sampling.params import SamplingParams
-from tests.law import VOCAB, Scripted, make_engine, make_prompts, oracle, ragged, run, whole_outputs, wrong
+from tests.law import VOCAB, Scripted, drafting, make_engine, make_prompts, oracle, ragged, run, whole_outputs, wrong
 from tests.tiny_models import tiny_model_folder, tiny_tokenizer
 
 Draft = Callable[[Request, int], list[int]]
@@ -29,20 +29,6 @@ MIXED = [
     FREE.model_copy(update={"temperature": 1.0, "seed": 6, "repetition_penalty": 1.3, "top_p": 0.9}),
     FREE.model_copy(update={"frequency_penalty": 1.0, "logprobs": 2}),
 ]
-
-
-@pytest.fixture(scope="module")
-def folder(models: Path) -> Path:
-    return tiny_model_folder("llama", models)
-
-
-@pytest.fixture(scope="module")
-def plain(folder: Path) -> Engine:
-    return make_engine(folder)
-
-
-def drafting(folder: Path, draft: Draft, k: int, **settings: Any) -> Engine:
-    return make_engine(folder, Scripted(draft, k), speculative__num_draft_tokens=k, **settings)
 
 
 def solo(plain: Engine, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[tuple[Any, ...]]:

@@ -29,8 +29,7 @@ from compspec.request import FinishReason, Request
 from compspec.sampling.metadata import SamplingMetadata
 from compspec.sampling.params import SamplingParams
 from compspec.sampling.sampler import Sampled
-from tests.law import VOCAB, Scripted, guess, make_engine, oracle, ragged, run, whole_outputs, wrong
-from tests.tiny_models import tiny_model_folder
+from tests.law import VOCAB, drafting, guess, make_engine, oracle, ragged, run, whole_outputs, wrong
 
 MAX_TOKENS = 16
 FREE = {"max_tokens": MAX_TOKENS, "ignore_eos": True, "seed": 3}
@@ -50,20 +49,6 @@ def repeated(truth: Truth) -> Draft:
     """One token over and over: the right next one."""
     right = oracle(truth)
     return lambda request, most: right(request, 1) * most
-
-
-@pytest.fixture(scope="module")
-def folder(models: Path) -> Path:
-    return tiny_model_folder("llama", models)
-
-
-@pytest.fixture(scope="module")
-def plain(folder: Path) -> Engine:
-    return make_engine(folder)
-
-
-def drafting(folder: Path, draft: Draft, k: int, **settings: Any) -> Engine:
-    return make_engine(folder, Scripted(draft, k), speculative__num_draft_tokens=k, **settings)
 
 
 def outputs_of(requests: Sequence[Request]) -> list[list[int]]:

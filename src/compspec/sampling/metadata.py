@@ -347,7 +347,7 @@ class MetadataState:
         number[chosen] = np.arange(len(chosen))
         rows = np.flatnonzero(number[request] >= 0)
         at = torch.tensor([batch.scheduled[index].slot for index in chosen], device=self._device)
-        longest = max(slots[index].num_distinct for index in chosen)  # type: ignore[union-attr]
+        longest = max(slot.num_distinct for slot in slots if slot is not None)  # 0 where nothing is counted
         token_ids = self._distinct[at, :longest]
         draft_token_ids = self._to(drafts.token_ids[chosen])
         # An absent draft stands in as token 0, with the values that are right for token 0.
