@@ -11,6 +11,9 @@ from torch import Tensor
 
 from compspec.request import Request
 
+SCRATCH_BLOCK = 0
+"""Never handed out: padded rows write their keys and values here."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Bucket:

@@ -30,6 +30,11 @@ class ModelSection(Section):
         None, description="tokens of prompt and output together; default: what the model was made for"
     )
     trust_remote_code: bool = False
+    attention: Literal["auto", "flashinfer", "varlen", "sdpa", "cpu"] = Field(
+        "auto",
+        description="auto: the C++ kernel on CPU; FlashInfer on CUDA, else torch's variable-length attention (where "
+        "cache.block_size is a multiple of 256), else sdpa, a slow reference",
+    )
     cpu_linear: Literal["auto", "native", "kernel"] = Field(
         "auto",
         description="bf16 matrix products on CPU: torch's own, compspec's C++ kernel, or the kernel where "
@@ -95,7 +100,12 @@ class SchedulerSection(Section):
 class CompileSection(Section):
     """How the model is compiled."""
 
-    mode: Literal["reduce-overhead", "default", "none"] = "reduce-overhead"
+    mode: Literal["reduce-overhead", "default", "none"] = Field(
+        "reduce-overhead", description="reduce-overhead: on CUDA every shape is one CUDA graph"
+    )
+    strict: bool = Field(
+        True, description="reduce-overhead on CUDA: a shape that cannot be captured is an error, else a warning"
+    )
     decode_buckets: tuple[Annotated[int, Field(ge=1)], ...] | None = Field(
         None,
         description="batch sizes (requests) that get a graph; max_num_seqs is always one; default: 1, 4, 16, ...",

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 import torch
 
-from compspec import attention
 from compspec.batch import Batch, DraftTokens
 from compspec.config import EngineConfig
 from compspec.errors import ConfigError, NumericsError, RequestError, UnsupportedError
@@ -245,8 +244,7 @@ class Engine:
         watch = compiled.Stopwatch()
         buckets = self.runner.buckets
         exact, policy = self.config.numerics.mode == "exact", self.config.numerics.self_test
-        adapter = self.loaded.adapter
-        code = attention.implementation(adapter.device, adapter.dtype)
+        code = self.runner.attention.implementation
         parts = [self.loaded.fingerprint, self.config.compile.mode, code, importlib.metadata.version("compspec")]
         stored = StoredSelfTest(self.runner, parts, self.config.cache_path / "self_test")
         known = stored.load() if exact and policy != "skip" else None

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from compspec.attention.backend import in_force
 from compspec.engine import Engine
 from compspec.runner import compiled
 from compspec.runner.inputs import Query
@@ -57,9 +58,11 @@ def test_a_call_that_would_compile_again_is_an_error(engine: Engine) -> None:
     """The guard that makes the counters above trustworthy."""
     bucket = engine.runner.buckets.decode[0]
     step = engine.runner._steps[bucket]
-    inputs = engine.runner._buffers[bucket].fill([])
+    buffers = engine.runner._buffers[bucket]
+    inputs, host = buffers.fill([]), (buffers.block_table, buffers.starts)
     wrong = (inputs[0].repeat(1, 3), inputs[1].repeat(1, 3), *inputs[2:])
-    with compiled.no_recompilation("default"), torch.no_grad(), pytest.raises(RuntimeError, match="recompile"):
+    plan = in_force(engine.runner.attention.plan(bucket, *host))
+    with plan, compiled.no_recompilation("default"), torch.no_grad(), pytest.raises(RuntimeError, match="recompile"):
         step(*wrong)
 
 

@@ -6,13 +6,24 @@ D head dim, S = num_blocks * block_size KV slots, B blocks per request.
 A Hugging Face attention module calls `attention_forward` with its projected q, k and v. The KV write is
 ordinary in-graph indexing and the operator only reads the caches: a custom operator that mutates
 cannot be functionalised inside a nested compile region.
+
+The operator runs the plan in force. What the host has to decide for a forward is decided before it, by
+`AttentionBackend.plan`, outside of compiled and captured code; a forward without a plan is an error.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
+
+from compspec.batch import Bucket
+from compspec.errors import CompspecError
 
 ATTENTION_NAME = "compspec"
 """The name under which transformers finds our attention function."""
@@ -76,14 +87,30 @@ class LayerSpec:
     softcap: float
 
 
-class AttentionBackend(Protocol):
-    """An implementation of `compspec::paged_attention` for one kind of device."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionSetup:
+    """What a runner needs attention for, known before its first forward.
 
-    name: str
+    Attributes:
+        layers: what the layers of the model ask for.
+        dtype, device: of queries, keys and values.
+        block_size: tokens per block.
+        max_blocks: B, the width of every block table.
+        buckets: the shapes of all forwards.
+        exact: a row's bits may depend on nothing but its own request.
+    """
 
-    def refusal(self, spec: LayerSpec, dtype: torch.dtype) -> str | None:
-        """Returns why this backend cannot serve such a layer, or None if it can."""
-        ...
+    layers: tuple[LayerSpec, ...]
+    dtype: torch.dtype
+    device: torch.device
+    block_size: int
+    max_blocks: int
+    buckets: tuple[Bucket, ...]
+    exact: bool
+
+
+class AttentionPlan(Protocol):
+    """Attention of one forward: what the operator calls, once per layer."""
 
     def paged_attention(
         self,
@@ -111,14 +138,94 @@ class AttentionBackend(Protocol):
 
         Returns:
             [T, Hq, D], contiguous. Row t depends on its own query and on the keys and values of its own
-            request at positions <= query_positions[t], and on nothing else, not even through NaN.
+            request at positions <= query_positions[t], and on nothing else. On CPU not even through NaN; on
+            CUDA kernels multiply masked values by zero, and `attention_forward` keeps them finite.
         """
         ...
 
 
-def register(backend: AttentionBackend, dispatch_key: str) -> None:
-    """Makes `backend` the implementation of the operator for one dispatch key ("CPU", "CUDA")."""
-    _library.impl("paged_attention", backend.paged_attention, dispatch_key)
+class AttentionBackend(Protocol):
+    """An implementation of `compspec::paged_attention`, made for one runner.
+
+    Attributes:
+        name: as in `model.attention`.
+        implementation: names the code; results measured with one do not hold for another.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def implementation(self) -> str: ...
+
+    def plan(self, bucket: Bucket, block_table: NDArray[np.int32], starts: NDArray[np.int64]) -> AttentionPlan:
+        """Prepares one forward, on the host.
+
+        Args:
+            bucket: its shape, one of `AttentionSetup.buckets`.
+            block_table: [R, B].
+            starts: [R], the absolute position of each request's first row. Rows that are real follow one another;
+                rows of padding come after them.
+
+        Returns:
+            The plan; it is superseded by the next one for the same bucket.
+        """
+        ...
+
+
+class StatelessBackend:
+    """A backend with nothing to plan: it is its own plan."""
+
+    name: str
+
+    @property
+    def implementation(self) -> str:
+        """See `AttentionBackend.implementation`."""
+        return self.name
+
+    def plan(self, bucket: Bucket, block_table: NDArray[np.int32], starts: NDArray[np.int64]) -> AttentionPlan:
+        """See `AttentionBackend.plan`."""
+        return self
+
+    def paged_attention(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        block_table: Tensor,
+        seq_lens: Tensor,
+        query_positions: Tensor,
+        block_size: int,
+        scale: float,
+        window: int,
+        softcap: float,
+    ) -> Tensor:
+        """See `AttentionPlan.paged_attention`."""
+        raise NotImplementedError
+
+
+_in_force: ContextVar[AttentionPlan | None] = ContextVar("compspec_attention_plan", default=None)
+
+
+@contextmanager
+def in_force(plan: AttentionPlan) -> Iterator[None]:
+    """Inside, the operator runs `plan`."""
+    token = _in_force.set(plan)
+    try:
+        yield
+    finally:
+        _in_force.reset(token)
+
+
+def _run_plan_in_force(*arguments: Any) -> Tensor:
+    plan = _in_force.get()
+    if plan is None:
+        raise CompspecError("attention ran without a plan: call the model through its runner")
+    return plan.paged_attention(*arguments)
+
+
+for _key in ("CPU", "CUDA"):
+    _library.impl("paged_attention", _run_plan_in_force, _key)
 
 
 def layer_options(module: nn.Module, query: Tensor, options: dict[str, Any]) -> tuple[float, int, float]:
@@ -132,6 +239,15 @@ def unknown_options(options: dict[str, Any]) -> list[str]:
     """Names among `options` that carry a meaning this operator does not implement (sinks, for one)."""
     known = _USED | _HARMLESS | set(METADATA_KEYS)
     return sorted(name for name, value in options.items() if name not in known and value is not None)
+
+
+def storable_values(value: Tensor) -> Tensor:
+    """Values as they go into the cache. On CUDA those that are no numbers count as zero.
+
+    Tensor cores multiply what is masked by zero, and zero times infinity is NaN: one overflown draft, or a stale
+    page, would reach the rows before it.
+    """
+    return value.nan_to_num(0.0, 0.0, 0.0) if value.is_cuda else value
 
 
 def attention_forward(
@@ -158,7 +274,7 @@ def attention_forward(
     assert isinstance(k_cache, Tensor) and isinstance(v_cache, Tensor)
     slot_mapping = options["slot_mapping"]
     k_cache.index_copy_(0, slot_mapping, key[0].transpose(0, 1))
-    v_cache.index_copy_(0, slot_mapping, value[0].transpose(0, 1))
+    v_cache.index_copy_(0, slot_mapping, storable_values(value)[0].transpose(0, 1))
     out = torch.ops.compspec.paged_attention(
         query[0].transpose(0, 1).contiguous(),
         k_cache,

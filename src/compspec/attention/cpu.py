@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from compspec.attention.backend import LayerSpec
+from compspec.attention.backend import AttentionSetup, StatelessBackend
 from compspec.attention.sdpa import SdpaBackend
 from compspec.kernels.build import default_cache_dir, load_library
 
@@ -38,27 +38,37 @@ def _function(dtype: torch.dtype) -> "ctypes._NamedFuncPointer | None":
     return function
 
 
-def implementation(dtype: torch.dtype) -> str:
-    """What runs on the CPU for this type: the kernel's library, which is named after all that is in it, or SDPA."""
-    library = load_library("attention", default_cache_dir()) if dtype in _SYMBOLS else None
-    return Path(library._name).name if library is not None else SdpaBackend.name
+def make(setup: AttentionSetup) -> "CpuBackend":
+    """One backend for all types."""
+    return CpuBackend(setup.dtype)
 
 
-class CpuBackend:
+def refusal(setup: AttentionSetup) -> str | None:
+    """Serves every setup on a CPU."""
+    return None if setup.device.type == "cpu" else f"it runs on CPUs, the model is on {setup.device}"
+
+
+class CpuBackend(StatelessBackend):
     """Paged attention in bf16 and fp32, whose rows depend on nothing but themselves.
 
     The kernel is compiled on first use, into `kernels` below $COMPSPEC_CACHE or ~/.cache/compspec. Without
     a compiler, and for other types, `SdpaBackend` does the work.
+
+    Args:
+        dtype: of the model.
     """
 
     name = "cpu"
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        self._dtype = dtype
         self._fallback = SdpaBackend()
 
-    def refusal(self, spec: LayerSpec, dtype: torch.dtype) -> str | None:
-        """Serves every layer that `LayerSpec` can describe."""
-        return None
+    @property
+    def implementation(self) -> str:
+        """The kernel's library, which is named after all that is in it, or SDPA."""
+        library = load_library("attention", default_cache_dir()) if self._dtype in _SYMBOLS else None
+        return Path(library._name).name if library is not None else SdpaBackend.name
 
     def paged_attention(
         self,
@@ -73,7 +83,7 @@ class CpuBackend:
         window: int,
         softcap: float,
     ) -> Tensor:
-        """See `AttentionBackend.paged_attention`. A row that sees no token is zero."""
+        """See `AttentionPlan.paged_attention`. A row that sees no token is zero."""
         dtype = q.dtype
         function = _function(dtype)
         if function is None or k_cache.dtype != dtype or v_cache.dtype != dtype:

@@ -4,21 +4,36 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compspec.attention.backend import LayerSpec
+from compspec.attention.backend import AttentionSetup, StatelessBackend
 
 # The KV capacity handed to SDPA is a multiple of this: the CPU kernel splits keys into runs of 512, and
 # other capacities change the bits of a row (measured on torch 2.13).
 CAPACITY_STEP = 512
 
 
-class SdpaBackend:
-    """Gather + `scaled_dot_product_attention`. Correct everywhere, fast where nothing better exists."""
+def make(setup: AttentionSetup) -> "SdpaBackend":
+    """On CUDA with one capacity for all: reading lengths on the host could not be captured in a graph."""
+    on_host = setup.device.type == "cpu"
+    return SdpaBackend(capacity=None if on_host else setup.max_blocks * setup.block_size)
+
+
+def refusal(setup: AttentionSetup) -> str | None:
+    """Serves every setup."""
+    return None
+
+
+class SdpaBackend(StatelessBackend):
+    """Gather + `scaled_dot_product_attention`. Correct everywhere, fast where nothing better exists.
+
+    Args:
+        capacity: KV tokens that every request is padded to; None: requests are grouped by their own length, which is
+            read on the host.
+    """
 
     name = "sdpa"
 
-    def refusal(self, spec: LayerSpec, dtype: torch.dtype) -> str | None:
-        """Serves every layer that `LayerSpec` can describe."""
-        return None
+    def __init__(self, capacity: int | None = None) -> None:
+        self._capacity = capacity
 
     def paged_attention(
         self,
@@ -33,7 +48,7 @@ class SdpaBackend:
         window: int,
         softcap: float,
     ) -> Tensor:
-        """See `AttentionBackend.paged_attention`.
+        """See `AttentionPlan.paged_attention`.
 
         Requests are grouped by capacity, so that a request's arithmetic is a function of its own length
         and never of its longest neighbour.
@@ -42,35 +57,39 @@ class SdpaBackend:
         rows = q.shape[0] // num_requests
         q = q.view(num_requests, rows, *q.shape[1:])
         positions = query_positions.view(num_requests, rows)
-        lengths: list[int] = seq_lens.tolist()
-        groups: dict[int, list[int]] = {}
-        for index, length in enumerate(lengths):
-            groups.setdefault(-(-length // CAPACITY_STEP) * CAPACITY_STEP, []).append(index)
         out = torch.empty_like(q)
-        for capacity, members in groups.items():
-            at = slice(None) if len(groups) == 1 else torch.tensor(members, device=q.device)
-            num_blocks = -(-capacity // block_size)
+        for capacity, members in self._groups(seq_lens).items():
+            at = slice(None) if members is None else torch.tensor(members, device=q.device)
             keys, values = (
-                _gather(cache, block_table[at], num_blocks, block_size, [lengths[index] for index in members])
-                for cache in (k_cache, v_cache)
+                _gather(cache, block_table[at], capacity, block_size, seq_lens[at]) for cache in (k_cache, v_cache)
             )
             visible = _visible(positions[at], capacity, window)
-            out[at] = _attend(q[at], keys[:, :, :capacity], values[:, :, :capacity], visible, scale, softcap)
+            out[at] = _attend(q[at], keys, values, visible, scale, softcap)
         return out.reshape(num_requests * rows, *q.shape[2:])
 
+    def _groups(self, seq_lens: Tensor) -> dict[int, list[int] | None]:
+        """Requests by the capacity that they are padded to; None stands for all of them."""
+        if self._capacity is not None:
+            return {self._capacity: None}
+        groups: dict[int, list[int]] = {}
+        for index, length in enumerate(seq_lens.tolist()):
+            groups.setdefault(-(-length // CAPACITY_STEP) * CAPACITY_STEP, []).append(index)
+        return dict.fromkeys(groups) if len(groups) == 1 else dict(groups)
 
-def _gather(cache: Tensor, block_table: Tensor, num_blocks: int, block_size: int, lengths: list[int]) -> Tensor:
-    """The first pages of each request as [R, Hkv, L, D]; zero beyond its length, whatever a stale page holds.
+
+def _gather(cache: Tensor, block_table: Tensor, capacity: int, block_size: int, seq_lens: Tensor) -> Tensor:
+    """The first tokens of each request as [R, Hkv, capacity, D]; zero beyond its length, whatever a stale page holds.
 
     Values that are no numbers count as zero inside it: a masked key still meets its value as 0 * v, so one
     overflown draft would reach the rows before it.
     """
+    num_blocks = -(-capacity // block_size)
     table = block_table[:, :num_blocks].clamp(0, cache.shape[0] // block_size - 1)
     table = F.pad(table, (0, num_blocks - table.shape[1]))
     pages = cache.view(-1, block_size * cache.shape[1] * cache.shape[2]).index_select(0, table.reshape(-1))
-    gathered = pages.view(len(lengths), num_blocks * block_size, cache.shape[1], cache.shape[2])
-    for row, length in enumerate(lengths):
-        gathered[row, length:] = 0
+    gathered = pages.view(len(table), num_blocks * block_size, *cache.shape[1:])[:, :capacity]
+    beyond = torch.arange(capacity, device=cache.device) >= seq_lens[:, None]
+    gathered.masked_fill_(beyond[:, :, None, None], 0)
     return gathered.nan_to_num_(0.0, 0.0, 0.0).transpose(1, 2)
 
 

@@ -113,17 +113,6 @@ def no_recompilation(mode: str) -> AbstractContextManager[Any]:
     return stance
 
 
-def begin_step(device: torch.device) -> None:
-    """Tells CUDA graphs that the last step's outputs are no longer needed."""
-    if device.type == "cuda":
-        torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
-
-
-def warm_up_calls(device: torch.device) -> int:
-    """Calls per bucket at start-up: on CUDA the first warms up, the second records, the third replays."""
-    return 3 if device.type == "cuda" else 1
-
-
 class Stopwatch:
     """Seconds since it was made."""
 

@@ -5,13 +5,15 @@ Legend: R requests of the bucket, Q query rows, T = R * Q, B blocks per request,
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from compspec.batch import Bucket
-from compspec.scheduling.block_pool import SCRATCH_BLOCK
+from compspec.batch import SCRATCH_BLOCK, Bucket
+from compspec.transfer import CopyFence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,32 +38,44 @@ class InputBuffers:
 
     Rows beyond a request's tokens repeat its last position and write to the scratch block; requests
     beyond the batch have one token in the scratch block. Neither is read by a real row.
+
+    Attributes:
+        tensors: on the device, the same at every step: the arguments of `ModelAdapter.forward`, which are input_ids
+            [1, T], positions [1, T], slot_mapping [T], block_table [R, B], seq_lens [R], logits_to_keep [M].
+        block_table: [R, B] int32, on the host.
+        starts: [R] int64, the absolute position of each request's first row, on the host.
     """
 
     def __init__(self, bucket: Bucket, block_size: int, max_blocks: int, device: torch.device) -> None:
         self.bucket = bucket
         self._block_size = block_size
         requests, rows = bucket.num_requests, bucket.query_len
-        self._token_ids = np.zeros((requests, rows), dtype=np.int64)
-        self._positions = np.zeros((requests, rows), dtype=np.int64)
-        self._slots = np.zeros((requests, rows), dtype=np.int64)
-        self._seq_lens = np.ones(requests, dtype=np.int32)
-        self._table = np.full((requests, max_blocks), SCRATCH_BLOCK, dtype=np.int32)
-        self._scored = np.zeros((requests, bucket.num_logits), dtype=np.int64)
+        self._fence = CopyFence(device)
+        self._pinned = device.type == "cuda"
+        self._host: list[Tensor] = []
+        self._token_ids = self._array((requests, rows), np.int64)
+        self._positions = self._array((requests, rows), np.int64)
+        self._slots = self._array((requests, rows), np.int64)
+        self.block_table = self._array((requests, max_blocks), np.int32)
+        self._seq_lens = self._array((requests,), np.int32)
+        self._scored = self._array((requests, bucket.num_logits), np.int64)
         self._scored[:] = np.arange(requests)[:, None] * rows + np.arange(bucket.num_logits)
-        host = (self._token_ids, self._positions, self._slots, self._table, self._seq_lens, self._scored)
-        self._host = tuple(torch.from_numpy(array) for array in host)
-        on_cpu = device.type == "cpu"
-        self._device = self._host if on_cpu else tuple(tensor.to(device) for tensor in self._host)
+        self._device = [tensor.to(device) for tensor in self._host]  # on a CPU the same tensors
+        ids, positions, slots, table, seq_lens, scored = self._device
+        self.tensors = (ids.view(1, -1), positions.view(1, -1), slots.view(-1), table, seq_lens, scored.view(-1))
+        self.starts = self._positions[:, 0]
+
+    def _array(self, shape: tuple[int, ...], dtype: type) -> NDArray[Any]:
+        """Zeros on the host, in pinned memory where they will be copied to a GPU."""
+        tensor = torch.from_numpy(np.zeros(shape, dtype=dtype))
+        self._host.append(tensor.pin_memory() if self._pinned else tensor)
+        array: NDArray[Any] = self._host[-1].numpy()
+        return array
 
     def fill(self, queries: Sequence[Query]) -> tuple[Tensor, ...]:
-        """Loads a batch.
-
-        Returns:
-            input_ids [1, T], positions [1, T], slot_mapping [T], block_table [R, B], seq_lens [R],
-            logits_to_keep [M]: the arguments of `ModelAdapter.forward`.
-        """
+        """Loads a batch into `tensors`, and returns them. Waits for the copies of the last fill alone."""
         assert len(queries) <= self.bucket.num_requests
+        self._fence.wait()
         for row, query in enumerate(queries):
             self._fill_request(row, query)
         for row in range(len(queries), self.bucket.num_requests):
@@ -69,12 +83,12 @@ class InputBuffers:
             self._positions[row] = 0
             self._slots[row] = SCRATCH_BLOCK * self._block_size
             self._seq_lens[row] = 1
-            self._table[row] = SCRATCH_BLOCK
-        if self._device is not self._host:
+            self.block_table[row] = SCRATCH_BLOCK
+        if self._pinned:
             for source, target in zip(self._host, self._device, strict=True):
-                target.copy_(source)
-        ids, positions, slots, table, seq_lens, scored = self._device
-        return ids.view(1, -1), positions.view(1, -1), slots.view(-1), table, seq_lens, scored.view(-1)
+                target.copy_(source, non_blocking=True)
+            self._fence.raise_()
+        return self.tensors
 
     def _fill_request(self, row: int, query: Query) -> None:
         count = len(query.token_ids)
@@ -93,7 +107,7 @@ class InputBuffers:
             self._slots[row, :count] = blocks[positions // self._block_size].astype(np.int64) * self._block_size
             self._slots[row, :count] += positions % self._block_size
         self._seq_lens[row] = last + 1
-        self._table[row, :num_blocks] = blocks
-        self._table[row, num_blocks:] = SCRATCH_BLOCK
+        self.block_table[row, :num_blocks] = blocks
+        self.block_table[row, num_blocks:] = SCRATCH_BLOCK
         if not self.bucket.is_decode:
             self._scored[row, 0] = row * self.bucket.query_len + count - 1

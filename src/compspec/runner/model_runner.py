@@ -1,16 +1,19 @@
 """Owns the KV cache and the compiled steps of one model, and runs batches of query rows."""
 
 import logging
+import threading
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from compspec import attention
+from compspec.attention import make_backend
+from compspec.attention.backend import AttentionSetup, in_force
 from compspec.batch import Bucket
 from compspec.config import EngineConfig
+from compspec.errors import UnsupportedError
 from compspec.models.adapter import ModelAdapter
-from compspec.runner import compiled, kv_cache
+from compspec.runner import compiled, graphs, kv_cache
 from compspec.runner.buckets import Buckets
 from compspec.runner.inputs import InputBuffers, Query
 
@@ -23,6 +26,9 @@ Progress = Callable[[str, float], None]
 # reads in such runs, stays inside them.
 _TABLE_STEP = 512
 
+# The first call warms up, the second captures, the third replays.
+_CAPTURE_CALLS = 3
+
 
 class ModelRunner:
     """Runs the model on `query_len` rows per request; speculation is not its concern.
@@ -34,27 +40,27 @@ class ModelRunner:
 
     Raises:
         CapacityError: the KV cache does not fit.
-        UnsupportedError: this torch cannot compile decoder layers as regions.
+        UnsupportedError: this torch cannot compile decoder layers as regions, or no attention backend can serve.
     """
 
     def __init__(self, adapter: ModelAdapter, config: EngineConfig, max_model_len: int) -> None:
         self.adapter = adapter
         self.buckets = Buckets(config)
         self.block_size = config.cache.block_size
+        self._mode: str = config.compile.mode
+        self._strict = config.compile.strict
+        self.uses_graphs = self._mode == "reduce-overhead" and adapter.device.type == "cuda"
+        # Rows of padding reach beyond the longest request.
+        longest = max_model_len + max(bucket.query_len for bucket in self.buckets.all)
+        self.max_blocks = -(-longest // _TABLE_STEP) * _TABLE_STEP // self.block_size
+        # Before the cache, which takes what memory is left.
+        self.attention = make_backend(self._attention_setup(config.numerics.mode == "exact"), config.model.attention)
         self.memory = kv_cache.plan_memory(config, adapter, max_model_len, kv_cache.available_bytes(adapter.device))
         self.num_blocks = self.memory.num_blocks
         if config.numerics.mode == "exact":
             adapter.use_row_independent_experts()
         self.k_caches, self.v_caches = kv_cache.allocate(adapter, self.num_blocks, self.block_size)
         adapter.set_kv_buffers(self.k_caches, self.v_caches)
-        self._mode: str = config.compile.mode
-        if self._mode == "reduce-overhead" and not attention.fits_cuda_graphs(adapter.device):
-            logger.warning(
-                "compile.mode default instead of reduce-overhead: no attention backend here fits CUDA graphs"
-            )
-            self._mode = "default"
-        padded = -(-max_model_len // _TABLE_STEP) * _TABLE_STEP
-        self.max_blocks = -(-padded // self.block_size)
         if self._mode != "none":
             compiled.use_cache_folder(config.cache_path)
             compiled.mark_regions(adapter.module, adapter.decoder_layer_classes)
@@ -66,17 +72,56 @@ class ModelRunner:
             bucket: compiled.compile_step(self._make_step(), bucket, self._mode, adapter.device)
             for bucket in self.buckets.all
         }
+        if self.uses_graphs:
+            inputs = [tensor for buffers in self._buffers.values() for tensor in buffers.tensors]
+            graphs.keep_addresses([*self.k_caches, *self.v_caches, *inputs])
+        self._thread = threading.get_ident()
         self.num_eager_runs = 0
+        self.num_graphs = 0
+
+    def _attention_setup(self, exact: bool) -> AttentionSetup:
+        adapter = self.adapter
+        return AttentionSetup(
+            layers=tuple(layer.spec for layer in adapter.layers),
+            dtype=adapter.dtype,
+            device=adapter.device,
+            block_size=self.block_size,
+            max_blocks=self.max_blocks,
+            buckets=tuple(self.buckets.all),
+            exact=exact,
+        )
 
     def warm_up(self, progress: Progress | None = None) -> None:
-        """Compiles every bucket, the largest first, on scratch rows."""
+        """Compiles every bucket, the largest first, on scratch rows, and captures it where graphs are used.
+
+        Raises:
+            UnsupportedError: no working compiler; or `compile.strict`, and a bucket is not one CUDA graph.
+        """
         for bucket in self.buckets.all:
             watch = compiled.Stopwatch()
             with torch.no_grad(), compiled.clear_compile_errors():
-                for _ in range(compiled.warm_up_calls(self.adapter.device)):
+                if self.uses_graphs:
+                    self._capture(bucket)
+                else:
                     self._call(bucket, [])
             if progress is not None and self._mode != "none":
                 progress(str(bucket), watch.seconds)
+
+    def _capture(self, bucket: Bucket) -> None:
+        """Warms up, captures, and replays once."""
+        calls: list[graphs.GraphCounts] = []
+        with graphs.no_omission(self._strict), graphs.clear_capture_errors(str(bucket)):
+            for _ in range(_CAPTURE_CALLS):
+                before = graphs.graph_counts()
+                self._call(bucket, [])
+                calls.append(graphs.graph_counts() - before)
+        problem = graphs.capture_problem(calls)
+        if problem is None:
+            self.num_graphs += 1
+        elif self._strict:
+            raise graphs.not_captured(str(bucket), problem)
+        else:
+            logger.warning("bucket %s was not captured as a CUDA graph: %s", bucket, problem)
 
     @torch.no_grad()
     def run(self, bucket: Bucket, queries: Sequence[Query]) -> Tensor:
@@ -95,10 +140,23 @@ class ModelRunner:
             return self._call(bucket, queries)
 
     def _call(self, bucket: Bucket, queries: Sequence[Query]) -> Tensor:
-        inputs = self._buffers[bucket].fill(queries)
-        compiled.begin_step(self.adapter.device)
-        logits = self._steps[bucket](*inputs)
+        buffers = self._buffers[bucket]
+        inputs = buffers.fill(queries)
+        plan = self.attention.plan(bucket, buffers.block_table, buffers.starts)
+        if self.uses_graphs:
+            self._begin_step()
+        with in_force(plan):
+            logits = self._steps[bucket](*inputs)
         return logits.view(bucket.num_requests, bucket.num_logits, -1)
+
+    def _begin_step(self) -> None:
+        """Tells CUDA graphs that the last step's outputs are no longer needed."""
+        if threading.get_ident() != self._thread:
+            raise UnsupportedError(
+                "CUDA graphs belong to the thread that made the engine, this is another one; make the engine in the "
+                "thread that runs it, or set compile.mode: default"
+            )
+        torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
 
     def _make_step(self) -> compiled.StepFunction:
         adapter, block_size = self.adapter, self.block_size

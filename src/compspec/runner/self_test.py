@@ -17,11 +17,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from compspec.batch import Bucket
+from compspec.batch import SCRATCH_BLOCK, Bucket
 from compspec.runner.inputs import Query
 from compspec.runner.linear_test import products, rows_differ
 from compspec.runner.model_runner import ModelRunner
-from compspec.scheduling.block_pool import SCRATCH_BLOCK
 
 logger = logging.getLogger(__name__)
 

@@ -2,8 +2,7 @@
 
 from collections import deque
 
-SCRATCH_BLOCK = 0
-"""Never handed out: padded rows write their keys and values here."""
+from compspec.batch import SCRATCH_BLOCK
 
 
 class BlockPool:
@@ -18,7 +17,7 @@ class BlockPool:
         assert num_blocks >= 2
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self._free = deque(range(1, num_blocks))
+        self._free = deque(range(SCRATCH_BLOCK + 1, num_blocks))
         self._holders = [0] * num_blocks
 
     @property

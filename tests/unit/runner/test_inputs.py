@@ -6,9 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from compspec.batch import Bucket
+from compspec.batch import SCRATCH_BLOCK, Bucket
 from compspec.runner.inputs import InputBuffers, Query
-from compspec.scheduling.block_pool import SCRATCH_BLOCK
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 4

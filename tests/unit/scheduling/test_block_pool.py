@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from compspec.scheduling.block_pool import SCRATCH_BLOCK, BlockPool
+from compspec.batch import SCRATCH_BLOCK
+from compspec.scheduling.block_pool import BlockPool
 
 
 @pytest.mark.parametrize(("num_tokens", "blocks"), [(0, 0), (1, 1), (15, 1), (16, 1), (17, 2), (32, 2), (33, 3)])

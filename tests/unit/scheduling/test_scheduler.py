@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from compspec.batch import Batch, ScheduledRequest, StepOutput
+from compspec.batch import SCRATCH_BLOCK, Batch, ScheduledRequest, StepOutput
 from compspec.errors import CapacityError
 from compspec.request import FinishReason, Logprob, Request, TokenDelta, TokenLogprobs
-from compspec.scheduling.block_pool import SCRATCH_BLOCK, BlockPool
+from compspec.scheduling.block_pool import BlockPool
 from compspec.scheduling.scheduler import Scheduler
 from tests.unit.fakes import make_request, step_output
 
