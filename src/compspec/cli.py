@@ -88,17 +88,24 @@ def generate(
 
 
 @app.command()
-def doctor() -> None:
+def doctor(
+    gpu: Annotated[
+        bool, typer.Option("--gpu", help="Run a tiny model on the GPU; exit with 1 if it does not do what it should.")
+    ] = False,
+) -> None:
     """Say what this machine can do."""
     from rich.table import Table
 
-    from compspec.doctor import examine
+    from compspec.doctor import examine, examine_gpu
 
     table = Table(title="compspec doctor", show_header=False)
-    for item in examine():
+    tried = examine_gpu() if gpu else []
+    for item in [*examine(), *tried]:
         mark = {True: "[green]ok[/]", False: "[yellow]no[/]", None: ""}[item.good]
         table.add_row(item.name, mark, _escape(item.value))
     _out.print(table)
+    if any(item.good is False for item in tried):
+        raise typer.Exit(EXIT_DIFFERENT)
 
 
 @config_app.command()
@@ -317,6 +324,12 @@ def _print_statistics(llm: "LLM") -> None:
         table.add_row("drafts", f"{stats.num_accepted_tokens} of {stats.num_draft_tokens} accepted")
     table.add_row("start-up", f"{stats.compile_s:.1f} s for {stats.num_compiled_buckets} compiled buckets")
     table.add_row("after start-up", f"{stats.num_recompilations} recompilations, {stats.num_eager_steps} eager steps")
+    if llm.engine.runner.uses_graphs:
+        table.add_row(
+            "CUDA graphs",
+            f"{stats.num_cuda_graphs} captured, {stats.num_cuda_graph_skips} left out, "
+            f"{stats.num_cuda_graph_rerecordings} captured after start-up",
+        )
     _err.print(table)
 
 

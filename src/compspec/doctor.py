@@ -1,7 +1,6 @@
-"""What this machine can do: versions, devices, compilers, folders."""
+"""What this machine can do: versions, devices, attention, compilers, folders."""
 
 import importlib.metadata
-import importlib.util
 import os
 import shutil
 from dataclasses import dataclass
@@ -9,8 +8,12 @@ from pathlib import Path
 
 import torch
 
-from compspec.config import default_cache_path
+from compspec.attention import choose, flashinfer, varlen
+from compspec.attention.backend import AttentionSetup, LayerSpec
+from compspec.config import CacheSection, default_cache_path
+from compspec.errors import CompspecError
 from compspec.kernels.linear import has_native_bf16
+from compspec.trial import run_trial
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +27,34 @@ class Finding:
 
 def examine() -> list[Finding]:
     """Looks at the machine; changes nothing."""
-    return [_versions(), _cpu(), _gpu(), _flashinfer(), _compiler(), _cache()]
+    return [_versions(), _cpu(), _gpu(), _flashinfer(), _varlen(), _attention(), _compiler(), _cache()]
+
+
+def examine_gpu(device: torch.device | None = None, settings: dict[str, object] | None = None) -> list[Finding]:
+    """Runs a tiny model on the GPU: are all shapes captured, and does speculation change nothing?
+
+    Args:
+        device, settings: as in `trial.run_trial`; default: the current GPU.
+    """
+    if device is None and not torch.cuda.is_available():
+        return [Finding(name="trial", value="there is no GPU that torch can use", good=False)]
+    try:
+        trial = run_trial(device or torch.device("cuda", torch.cuda.current_device()), settings)
+    except CompspecError as error:
+        return [Finding(name="trial", value=str(error), good=False)]
+    captured = (
+        f"{trial.num_cuda_graphs} of {trial.num_buckets} shapes captured, {trial.num_skips} graphs left out, "
+        f"{trial.num_rerecordings} captured and {trial.num_recompilations} compiled after start-up"
+    )
+    equal = (
+        f"{trial.num_equal} of {trial.num_requests} outputs are the same with and without speculation "
+        f"({trial.num_accepted} drafts kept)"
+    )
+    return [
+        Finding(name="trial: attention", value=trial.attention, good=None),
+        Finding(name="trial: CUDA graphs", value=captured, good=trial.is_captured),
+        Finding(name="trial: outputs", value=equal, good=trial.is_lossless),
+    ]
 
 
 def _versions() -> Finding:
@@ -47,9 +77,37 @@ def _gpu() -> Finding:
 
 
 def _flashinfer() -> Finding:
-    if importlib.util.find_spec("flashinfer") is None:
-        return Finding(name="flashinfer", value='not installed (pip install "compspec[cuda]")', good=False)
-    return Finding(name="flashinfer", value="installed, not used by this version of compspec", good=None)
+    reason = flashinfer.unavailable()
+    if reason is not None:
+        return Finding(name="flashinfer", value=reason, good=False)
+    version = importlib.metadata.version("flashinfer-python")
+    if not torch.cuda.is_available():
+        return Finding(name="flashinfer", value=f"{version}, without a GPU to run on", good=None)
+    return Finding(name="flashinfer", value=version, good=True)
+
+
+def _varlen() -> Finding:
+    reason = varlen.unavailable()
+    value = "torch.nn.attention.varlen with block tables" if reason is None else reason
+    return Finding(name="varlen", value=value, good=reason is None)
+
+
+def _attention() -> Finding:
+    """What an engine with the default block size would run here."""
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    layer = LayerSpec(num_heads=8, num_kv_heads=2, head_dim=128, scale=0.1, window=0, softcap=0.0)
+    setup = AttentionSetup(
+        layers=(layer,),
+        dtype=torch.bfloat16,
+        device=device,
+        block_size=CacheSection().block_size,
+        max_blocks=1,
+        buckets=(),
+        exact=True,
+    )
+    name, refused = choose(setup)
+    reasons = "".join(f"; not {other}: {reason}" for other, reason in refused.items())
+    return Finding(name="attention", value=f"{name} (bfloat16, head dim 128){reasons}", good=name != "sdpa")
 
 
 def _compiler() -> Finding:

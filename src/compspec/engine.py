@@ -15,11 +15,11 @@ from compspec.errors import ConfigError, NumericsError, RequestError, Unsupporte
 from compspec.models.loader import LoadedModel, load_model
 from compspec.proposers.proposer import Proposer, check_drafts, make_proposer
 from compspec.request import EndCheck, FinishReason, Request, TokenDelta
-from compspec.runner import compiled
+from compspec.runner import compiled, graphs
 from compspec.runner.model_runner import ModelRunner, Progress
 from compspec.runner.self_test import SelfTestResult, StoredSelfTest, run_self_test
 from compspec.sampling.logprobs import step_logprobs
-from compspec.sampling.metadata import GROUP_ROWS, MetadataState
+from compspec.sampling.metadata import MetadataState, group_sizes
 from compspec.sampling.noise import GumbelNoise
 from compspec.sampling.params import SamplingParams
 from compspec.sampling.rejection import RejectionVerifier
@@ -178,7 +178,9 @@ class Engine:
         scored = time.perf_counter()
         metadata = self._metadata.build(batch, drafts, scores)
         sampled = self._sampler.sample(scores, metadata)
+        queued = time.perf_counter()
         output = self._verifier.verify(sampled, metadata, batch, drafts)
+        self.stats.verify_s += time.perf_counter() - queued
         logprobs = step_logprobs(batch, scores, metadata, output)
         self._metadata.commit(batch, output)
         self._prompt_scorer.report(batch)
@@ -233,6 +235,10 @@ class Engine:
             stats.prefill_tokens += sum(entry.num_new_tokens for entry in batch.scheduled)
         stats.num_recompilations = compiled.num_compilations() - self._compiled_at_start
         stats.num_eager_steps = self.runner.num_eager_runs
+        if self.runner.uses_graphs:
+            since = graphs.graph_counts() - self._graphs_at_start
+            stats.num_cuda_graph_rerecordings = since.recordings
+            stats.num_cuda_graph_skips = self.runner.num_skips + since.skips
         for delta in deltas:
             if delta.finish_reason is not None:
                 request = delta.request
@@ -263,7 +269,10 @@ class Engine:
         self._warm_up_noise()
         self.stats.num_compiled_buckets = len(buckets.all) if self.config.compile.mode != "none" else 0
         self.stats.compile_s = watch.seconds
+        self.stats.num_cuda_graphs, self.stats.num_cuda_graph_skips = self.runner.num_graphs, self.runner.num_skips
         self._compiled_at_start = compiled.num_compilations()
+        if self.runner.uses_graphs:
+            self._graphs_at_start = graphs.graph_counts()
         self.runner.num_eager_runs = 0
 
     def _keep_exact_buckets(self, result: SelfTestResult) -> None:
@@ -291,6 +300,7 @@ class Engine:
 
     @torch.no_grad()  # as in a step, else that would be another graph
     def _warm_up_noise(self) -> None:
-        # Three tensors: one given twice would be a graph of its own.
-        seeds, positions, salts = torch.zeros(3, GROUP_ROWS, dtype=torch.int64, device=self.loaded.adapter.device)
-        self._noise(seeds.clone(), positions.clone(), salts.clone())
+        for size in group_sizes(self.loaded.adapter.device):
+            # Three tensors: one given twice would be a graph of its own.
+            seeds, positions, salts = torch.zeros(3, size, dtype=torch.int64, device=self.loaded.adapter.device)
+            self._noise(seeds.clone(), positions.clone(), salts.clone())

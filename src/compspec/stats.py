@@ -17,10 +17,14 @@ class SpecStats:
         drafted_per_position, accepted_per_position: by position in the window.
         num_forwards: forwards of the target model, and of them `num_prefill_forwards` for prompts.
         forward_s, propose_s, sample_s, step_s: seconds in the model, in drafting, in sampling and
-            verifying, and in whole steps.
+            verifying, and in whole steps. A GPU works on while the host goes ahead: then these are the host's.
+        verify_s: seconds of `sample_s` in the verifier, where the host waits for the device.
         prefill_s, prefill_tokens: seconds and prompt tokens of prefill steps.
         num_compiled_buckets, compile_s: static shapes compiled at start-up, and how long that took.
         num_recompilations: compilations after start-up; anything but 0 is a bug.
+        num_cuda_graphs: static shapes that are one CUDA graph each; all of them on CUDA under `reduce-overhead`.
+        num_cuda_graph_skips: graphs that torch left out, at start-up or later.
+        num_cuda_graph_rerecordings: captures after start-up; anything but 0 is a bug.
         num_eager_steps: forwards that ran without a compiled bucket: none, or all under `compile.mode: none`.
     """
 
@@ -38,12 +42,16 @@ class SpecStats:
     forward_s: float = 0.0
     propose_s: float = 0.0
     sample_s: float = 0.0
+    verify_s: float = 0.0
     step_s: float = 0.0
     prefill_s: float = 0.0
     prefill_tokens: int = 0
     num_compiled_buckets: int = 0
     compile_s: float = 0.0
     num_recompilations: int = 0
+    num_cuda_graphs: int = 0
+    num_cuda_graph_skips: int = 0
+    num_cuda_graph_rerecordings: int = 0
     num_eager_steps: int = 0
 
     @property

@@ -3,12 +3,20 @@
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from compspec.batch import Batch, DraftTokens, ScheduledRequest, Scores, StepOutput
 from compspec.request import Request
-from compspec.sampling.metadata import MetadataState, SamplingMetadata
+from compspec.sampling.metadata import (
+    GROUP_ROWS,
+    SamplingMetadata,
+    group_rows,
+    make_group,
+    next_drafts,
+    padded,
+)
 from compspec.sampling.params import SamplingParams
 
 
@@ -99,14 +107,23 @@ def make_metadata(num_rows: int, **changes: Any) -> SamplingMetadata:
         value = changes.pop(name, default)
         dtype = torch.int64 if name == "top_k" else torch.float32
         per_row[name] = value if isinstance(value, Tensor) else torch.full((num_rows,), value, dtype=dtype)
-    state = MetadataState(1, 1, torch.device("cpu"), max_model_len=1)
+    row_starts = np.array(changes.setdefault("row_starts", (0, num_rows)))
+    request = np.repeat(np.arange(len(row_starts) - 1), np.diff(row_starts))
+    depth = np.arange(num_rows) - row_starts[request]
+    drafts = changes.pop("drafts", None) or draft(*[[0] * max(0, int(count) - 1) for count in np.diff(row_starts)])
+    columns = {name: each.numpy() for name, each in per_row.items()}
+    filters = (columns["top_k"], columns["top_p"], columns["log_min_p"])
+    groups = group_rows(columns["temperature"], columns["top_p"], (GROUP_ROWS,))
     fields: dict[str, Any] = {
-        "row_starts": (0, num_rows),
+        "logit_rows": np.arange(num_rows),
         "rows": torch.arange(num_rows),
+        "request": torch.from_numpy(request),
+        "depth": torch.from_numpy(depth),
+        "next_draft": torch.from_numpy(next_drafts(drafts, request, depth)),
         "positions": torch.arange(num_rows),
         "window_starts": torch.zeros(num_rows, dtype=torch.int64),
         "seeds": torch.zeros(num_rows, dtype=torch.int64),
-        "groups": tuple(state._groups(*(each.numpy() for each in per_row.values()))),
+        "groups": tuple(make_group(torch.from_numpy(padded(rows, size)), rows, *filters) for rows, size in groups),
         **per_row,
         **changes,
     }

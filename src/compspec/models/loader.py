@@ -40,14 +40,14 @@ class LoadedModel:
     Attributes:
         adapter: token ids to logits.
         tokenizer: the transformers tokenizer, or None where the model has none.
-        folder: where its config and safetensors lie.
+        folder: where its config and safetensors lie; None where it was made in memory.
         fingerprint: identifies config, weights, dtype and library versions, for caches of what was
             measured with this model.
     """
 
     adapter: ModelAdapter
     tokenizer: Any
-    folder: Path
+    folder: Path | None
     fingerprint: str
 
 
@@ -75,10 +75,41 @@ def load_model(section: ModelSection, cache_path: Path) -> LoadedModel:
     max_model_len = _max_model_len(config, section.max_model_len)
     dtype = _dtype(config, section.dtype)
     module = _weights(folder, config, dtype, device, section)
-    freeze_rope(module)
     on_kernel = _use_kernel(module, section.cpu_linear, dtype, device)
+    return LoadedModel(
+        adapter=_adapt(module, dtype, device, max_model_len),
+        tokenizer=_tokenizer(folder, section),
+        folder=folder,
+        fingerprint=_fingerprint(config, dtype, [*headers, f"kernel:{on_kernel}"]),
+    )
+
+
+def random_model(config: Any, dtype: torch.dtype, device: torch.device, *, seed: int = 0) -> LoadedModel:
+    """A model of random weights, made in memory, for trials of a machine.
+
+    Args:
+        config: a transformers config of a causal language model.
+
+    Raises:
+        UnsupportedError: as `load_model`.
+    """
+    check_config(config)
+    with quiet_transformers(), torch.random.fork_rng(), torch.device(device):
+        torch.manual_seed(seed)
+        module = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME)
+    module = module.eval().requires_grad_(False)
+    return LoadedModel(
+        adapter=_adapt(module, dtype, device, _max_model_len(config, None)),
+        tokenizer=None,
+        folder=None,
+        fingerprint=_fingerprint(config, dtype, [f"random:{seed}"]),
+    )
+
+
+def _adapt(module: nn.Module, dtype: torch.dtype, device: torch.device, max_model_len: int) -> ModelAdapter:
+    freeze_rope(module)
     check = check_model(module, dtype, device)
-    adapter = ModelAdapter(
+    return ModelAdapter(
         module=module,
         layers=check.layers,
         dtype=dtype,
@@ -86,12 +117,6 @@ def load_model(section: ModelSection, cache_path: Path) -> LoadedModel:
         vocab_size=check.vocab_size,
         max_model_len=max_model_len,
         no_region=check.no_region,
-    )
-    return LoadedModel(
-        adapter=adapter,
-        tokenizer=_tokenizer(folder, section),
-        folder=folder,
-        fingerprint=_fingerprint(config, dtype, [*headers, f"kernel:{on_kernel}"]),
     )
 
 

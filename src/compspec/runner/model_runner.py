@@ -77,7 +77,13 @@ class ModelRunner:
             graphs.keep_addresses([*self.k_caches, *self.v_caches, *inputs])
         self._thread = threading.get_ident()
         self.num_eager_runs = 0
-        self.num_graphs = 0
+        self.num_skips = 0
+        self._captured: set[Bucket] = set()
+
+    @property
+    def num_graphs(self) -> int:
+        """Buckets in use that are one CUDA graph each."""
+        return len(self._captured.intersection(self.buckets.all))
 
     def _attention_setup(self, exact: bool) -> AttentionSetup:
         adapter = self.adapter
@@ -116,8 +122,9 @@ class ModelRunner:
                 self._call(bucket, [])
                 calls.append(graphs.graph_counts() - before)
         problem = graphs.capture_problem(calls)
+        self.num_skips += sum(call.skips for call in calls)
         if problem is None:
-            self.num_graphs += 1
+            self._captured.add(bucket)
         elif self._strict:
             raise graphs.not_captured(str(bucket), problem)
         else:

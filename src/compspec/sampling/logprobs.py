@@ -3,13 +3,14 @@
 from collections.abc import Sequence
 from itertools import islice
 
+import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from compspec.batch import Batch, Scores, StepOutput
 from compspec.request import Logprob, TokenLogprobs
 from compspec.sampling.metadata import GROUP_ROWS, SamplingMetadata
+from compspec.transfer import upload
 
 
 def step_logprobs(
@@ -27,7 +28,7 @@ def step_logprobs(
             rows += range(metadata.row_starts[index], metadata.row_starts[index] + len(tokens))
             token_ids += tokens
             num_top += [count] * len(tokens)
-    found = iter(token_logprobs(scores.logits, metadata.rows[rows].tolist(), token_ids, num_top))
+    found = iter(token_logprobs(scores.logits, metadata.logit_rows[rows].tolist(), token_ids, num_top))
     return [
         None if count is None else list(islice(found, len(tokens)))
         for count, tokens in zip(asked, output.token_ids, strict=True)
@@ -45,36 +46,36 @@ def token_logprobs(
         token_ids: N tokens.
         num_top: how many of the most likely tokens each row reports, beside its own.
     """
+    if not rows:
+        return []
+    most = max(num_top)
+    # One static shape, so that a row's bits do not depend on how many are reported with it.
+    missing = -len(rows) % GROUP_ROWS
+    at = np.pad(np.array(rows, dtype=np.int64), (0, missing), mode="edge")
+    chosen = np.pad(np.array(token_ids, dtype=np.int64), (0, missing), mode="edge")
+    sent_rows, sent_chosen = upload([at, chosen], logits.device)
+    groups = zip(sent_rows.view(-1, GROUP_ROWS), sent_chosen.view(-1, GROUP_ROWS), strict=True)
+    read = torch.cat([_group(logits[part], tokens, most) for part, tokens in groups]).tolist()
     found: list[TokenLogprobs] = []
-    at = torch.tensor(rows, dtype=torch.int64, device=logits.device)
-    chosen = torch.tensor(token_ids, dtype=torch.int64, device=logits.device)
-    for first in range(0, len(rows), GROUP_ROWS):
-        # One static shape, so that a row's bits do not depend on how many are reported with it.
-        missing = max(0, first + GROUP_ROWS - len(rows))
-        part = slice(first, first + GROUP_ROWS)
-        found += _group(logits[F.pad(at[part], (0, missing))], F.pad(chosen[part], (0, missing)), num_top[part])
+    for token, (logprob, rank, *top), count in zip(token_ids, read, num_top, strict=False):
+        entry = {token: Logprob(logprob, int(rank))}
+        for place in range(count):
+            entry.setdefault(int(top[place]), Logprob(top[most + place], place + 1))
+        found.append(entry)
     return found
 
 
-def _group(logits: Tensor, chosen: Tensor, num_top: Sequence[int]) -> list[TokenLogprobs]:
-    """Reports GROUP_ROWS rows, of which those with a `num_top` are real."""
+def _group(logits: Tensor, chosen: Tensor, num_top: int) -> Tensor:
+    """GROUP_ROWS rows as float64, which holds all of it exactly: own log-probability and rank, top ids, top values."""
     logits = logits.float()
     logprobs = logits.log_softmax(-1)
     keys = _order_keys(logits)
     own_key = keys.gather(-1, chosen[:, None])
-    own_ranks = (keys > own_key).sum(-1) + 1
-    own_logprobs = logprobs.gather(-1, chosen[:, None])[:, 0]
-    top = keys.topk(max(num_top), dim=-1).indices
-    columns = (chosen, own_logprobs, own_ranks, top, logprobs.gather(-1, top))
-    found: list[TokenLogprobs] = []
-    for token, logprob, rank, top_ids, top_logprobs, count in zip(
-        *(c.tolist() for c in columns), num_top, strict=False
-    ):
-        entry = {token: Logprob(logprob, rank)}
-        for place in range(count):
-            entry.setdefault(top_ids[place], Logprob(top_logprobs[place], place + 1))
-        found.append(entry)
-    return found
+    own_ranks = (keys > own_key).sum(-1, keepdim=True) + 1
+    own_logprobs = logprobs.gather(-1, chosen[:, None])
+    top = keys.topk(num_top, dim=-1).indices
+    columns = (own_logprobs, own_ranks, top, logprobs.gather(-1, top))
+    return torch.cat([column.double() for column in columns], dim=-1)
 
 
 def _order_keys(logits: Tensor) -> Tensor:

@@ -19,9 +19,22 @@ from torch import Tensor
 from compspec.batch import Batch, DraftTokens, Scores, StepOutput
 from compspec.request import Request
 from compspec.sampling.params import LogitsProcessor
+from compspec.transfer import upload
 
 GROUP_ROWS = 8
 """Whatever rounds runs on groups of so many rows: one static shape, whatever is in the batch."""
+
+WIDE_GROUP_ROWS = 64
+"""On a GPU, rows whose sampling does not round (no top_p) run in groups of so many, where there are as many: fewer
+kernels to launch."""
+
+NO_DRAFT = -2
+"""Equal to no token, and not to the sampler's "no token" either."""
+
+
+def group_sizes(device: torch.device) -> tuple[int, ...]:
+    """The numbers of rows that noise is made for at once on this device."""
+    return (GROUP_ROWS, WIDE_GROUP_ROWS) if device.type == "cuda" else (GROUP_ROWS,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +42,7 @@ class RowGroup:
     """Rows that are sampled with noise, together.
 
     Attributes:
-        rows: [GROUP_ROWS] int64, places among the M rows; the last one repeated as padding.
+        rows: [G] int64, G one of `group_sizes`, places among the M rows; the last one repeated as padding.
         num_rows: how many are real.
         max_top_k: the largest top_k among them.
         any_top_p, any_min_p: whether any of them needs that filter. Skipping one changes no bit of a row that does
@@ -87,7 +100,10 @@ class SamplingMetadata:
 
     Attributes:
         row_starts: R + 1 numbers; request r has the rows row_starts[r] .. row_starts[r + 1].
-        rows: [M] int64, where each row stands in the step's logits.
+        logit_rows: M numbers, where each row stands in the step's logits; on the host.
+        rows: [M] int64, the same on the device.
+        request, depth: [M] int64, the request of each row, and how many drafts stand before it.
+        next_draft: [M] int64, the draft that follows each row; `NO_DRAFT` after the last.
         positions: [M] int64, the absolute position of the token each row samples.
         window_starts: [M] int64, the position of the first row of its request.
         seeds: [M] int64; temperature, top_p, log_min_p: [M] float32; top_k: [M] int64.
@@ -100,7 +116,11 @@ class SamplingMetadata:
     """
 
     row_starts: tuple[int, ...]
+    logit_rows: NDArray[np.int64]
     rows: Tensor
+    request: Tensor
+    depth: Tensor
+    next_draft: Tensor
     positions: Tensor
     window_starts: Tensor
     seeds: Tensor
@@ -133,6 +153,48 @@ class _Slot:
     allowed: Tensor | None = None
 
 
+def next_drafts(drafts: DraftTokens, request: NDArray[np.int64], depth: NDArray[np.int64]) -> NDArray[np.int64]:
+    """[M], the draft that follows each row."""
+    beside = np.pad(drafts.token_ids, ((0, 0), (0, 1)), constant_values=NO_DRAFT)
+    return np.where(depth < drafts.num_draft_tokens[request], beside[request, depth], NO_DRAFT)
+
+
+def group_rows(
+    temperature: NDArray[np.float32], top_p: NDArray[np.float32], sizes: tuple[int, ...]
+) -> Iterable[tuple[NDArray[np.int64], int]]:
+    """Rows with temperature in groups, and the size of each; those that need the dear top_p side by side."""
+    noisy = np.flatnonzero(temperature > 0)
+    noisy = noisy[np.argsort(top_p[noisy] < 1, kind="stable")]
+    num_plain = int((top_p[noisy] >= 1).sum())
+    first = 0
+    while first < len(noisy):
+        size = max((size for size in sizes if first + size <= num_plain), default=GROUP_ROWS)
+        yield noisy[first : first + size], size
+        first += size
+
+
+def padded(rows: NDArray[np.int64], size: int) -> NDArray[np.int64]:
+    """The last row repeated up to `size`."""
+    return np.pad(rows, (0, size - len(rows)), mode="edge")
+
+
+def make_group(
+    sent_rows: Tensor,
+    rows: NDArray[np.int64],
+    top_k: NDArray[np.int64],
+    top_p: NDArray[np.float32],
+    log_min_p: NDArray[np.float32],
+) -> RowGroup:
+    """The group of `rows`, which are `sent_rows` on the device; the others are of all M rows."""
+    return RowGroup(
+        rows=sent_rows,
+        num_rows=len(rows),
+        max_top_k=int(top_k[rows].max()),
+        any_top_p=bool((top_p[rows] < 1).any()),
+        any_min_p=bool((log_min_p[rows] > -np.inf).any()),
+    )
+
+
 class MetadataState:
     """Per-slot state.
 
@@ -154,6 +216,7 @@ class MetadataState:
         eos_token_ids: Iterable[int] = (),
     ) -> None:
         self._device = device
+        self._group_sizes = group_sizes(device)
         self._vocab_size = vocab_size
         self._eos_token_ids = tuple(token for token in eos_token_ids if 0 <= token < vocab_size)
         self._prompt_mask = torch.zeros(max_num_seqs, vocab_size, dtype=torch.bool, device=device)
@@ -189,21 +252,49 @@ class MetadataState:
         log_min_p = per_row([each.log_min_p for each in params], np.float32)
         top_k = per_row([min(each.top_k, self._vocab_size) for each in params], np.int64)
         bans, bias_index, bias = self._edits(batch, drafts, slots, row_starts)
+        groups = list(group_rows(temperature, top_p, self._group_sizes))
+        logit_rows = first_row[request] + depth
+        arrays = {
+            "rows": logit_rows,
+            "request": request,
+            "depth": depth,
+            "next_draft": next_drafts(drafts, request, depth),
+            "positions": window_start[request] + depth,
+            "window_starts": window_start[request],
+            "seeds": per_row([entry.request.seed for entry in entries], np.int64),
+            "temperature": temperature,
+            "top_p": top_p,
+            "log_min_p": log_min_p,
+            "top_k": top_k,
+            "bans": bans,
+            "bias_index": bias_index,
+            "bias": bias,
+            **{f"group {index}": padded(rows, size) for index, (rows, size) in enumerate(groups)},
+            **self._penalty_arrays(batch, drafts, slots, request),
+        }
+        sent = dict(zip(arrays, upload(list(arrays.values()), self._device), strict=True))
         return SamplingMetadata(
             row_starts=tuple(row_starts.tolist()),
-            rows=self._to(first_row[request] + depth),
-            positions=self._to(window_start[request] + depth),
-            window_starts=self._to(window_start[request]),
-            seeds=self._to(per_row([entry.request.seed for entry in entries], np.int64)),
-            temperature=self._to(temperature),
-            top_p=self._to(top_p),
-            log_min_p=self._to(log_min_p),
-            top_k=self._to(top_k),
-            groups=tuple(self._groups(temperature, top_p, log_min_p, top_k)),
-            penalties=self._penalties(batch, drafts, slots, row_starts, request, depth),
-            bias_index=self._to(bias_index) if len(bias_index) else None,
-            bias=self._to(bias) if len(bias) else None,
-            banned=self._to(bans) if len(bans) else None,
+            logit_rows=logit_rows,
+            rows=sent["rows"],
+            request=sent["request"],
+            depth=sent["depth"],
+            next_draft=sent["next_draft"],
+            positions=sent["positions"],
+            window_starts=sent["window_starts"],
+            seeds=sent["seeds"],
+            temperature=sent["temperature"],
+            top_p=sent["top_p"],
+            log_min_p=sent["log_min_p"],
+            top_k=sent["top_k"],
+            groups=tuple(
+                make_group(sent[f"group {index}"], rows, top_k, top_p, log_min_p)
+                for index, (rows, _) in enumerate(groups)
+            ),
+            penalties=self._penalties(sent, slots),
+            bias_index=sent["bias_index"] if len(bias_index) else None,
+            bias=sent["bias"] if len(bias) else None,
+            banned=sent["bans"] if len(bans) else None,
             allowed=tuple(
                 (int(row_starts[index]), int(row_starts[index + 1]), slot.allowed)
                 for index, slot in enumerate(slots)
@@ -235,12 +326,12 @@ class MetadataState:
                 token_ids += tokens
                 self._add_distinct(entry.slot, slot, np.array(tokens))
         if slots:
-            at = (torch.tensor(slots, device=self._device), torch.tensor(token_ids, device=self._device))
+            at = tuple(upload([np.array(slots), np.array(token_ids)], self._device))
             ones = torch.ones(len(slots), dtype=torch.int32, device=self._device)
             self._output_counts.index_put_(at, ones, accumulate=True)
 
     def _to(self, array: NDArray[Any]) -> Tensor:
-        return torch.from_numpy(array).to(self._device)
+        return upload([array], self._device)[0]
 
     def _slot(self, index: int, request: Request) -> _Slot:
         """The slot's state; loaded where the slot had another request, or this one went on in another slot."""
@@ -265,7 +356,7 @@ class MetadataState:
             ends = set(params.stop_token_ids) | (set() if params.ignore_eos else set(self._eos_token_ids))
             slot.ends = np.array(sorted(ends), dtype=np.int64) if ends else None
         if params.allowed_token_ids is not None:
-            slot.allowed = torch.tensor(sorted(set(params.allowed_token_ids)), device=self._device)
+            slot.allowed = self._to(np.array(sorted(set(params.allowed_token_ids)), dtype=np.int64))
         if params.has_penalties:
             self._load_counts(index, slot, request)
         return slot
@@ -273,11 +364,11 @@ class MetadataState:
     def _load_counts(self, index: int, slot: _Slot, request: Request) -> None:
         """Prompt mask, output counts and distinct tokens, from the request's tokens alone."""
         tokens = request.token_ids.astype(np.int64)
-        prompt, output = (self._to(part) for part in np.split(tokens, [request.num_prompt_tokens]))
-        self._prompt_mask[index] = False
-        self._prompt_mask[index, prompt] = True
-        self._output_counts[index] = torch.bincount(output, minlength=self._vocab_size).to(torch.int32)
-        self._distinct[index] = int(tokens[0])
+        prompt, output = upload(np.split(tokens, [request.num_prompt_tokens]), self._device)
+        self._prompt_mask[index].fill_(False).index_fill_(0, prompt, True)
+        ones = torch.ones(len(output), dtype=torch.int32, device=self._device)
+        self._output_counts[index].zero_().index_add_(0, output, ones)
+        self._distinct[index].fill_(int(tokens[0]))
         slot.seen = np.zeros(self._vocab_size, dtype=bool)
         self._add_distinct(index, slot, tokens)
 
@@ -287,26 +378,6 @@ class MetadataState:
         slot.seen[new] = True
         self._distinct[index, slot.num_distinct : slot.num_distinct + len(new)] = self._to(new)
         slot.num_distinct += len(new)
-
-    def _groups(
-        self,
-        temperature: NDArray[np.float32],
-        top_p: NDArray[np.float32],
-        log_min_p: NDArray[np.float32],
-        top_k: NDArray[np.int64],
-    ) -> Iterable[RowGroup]:
-        """Rows with temperature in groups, those that need the dear top_p side by side."""
-        noisy = np.flatnonzero(temperature > 0)
-        noisy = noisy[np.argsort(top_p[noisy] < 1, kind="stable")]
-        for first in range(0, len(noisy), GROUP_ROWS):
-            rows = noisy[first : first + GROUP_ROWS]
-            yield RowGroup(
-                rows=self._to(np.pad(rows, (0, GROUP_ROWS - len(rows)), mode="edge")),
-                num_rows=len(rows),
-                max_top_k=int(top_k[rows].max()),
-                any_top_p=bool((top_p[rows] < 1).any()),
-                any_min_p=bool((log_min_p[rows] > -np.inf).any()),
-            )
 
     def _edits(
         self, batch: Batch, drafts: DraftTokens, slots: list[_Slot | None], row_starts: NDArray[np.int64]
@@ -331,45 +402,48 @@ class MetadataState:
                 bias.append(np.tile(slot.bias_values, len(rows)))
         return np.concatenate(bans), np.concatenate(bias_index), np.concatenate(bias)
 
-    def _penalties(
-        self,
-        batch: Batch,
-        drafts: DraftTokens,
-        slots: list[_Slot | None],
-        row_starts: NDArray[np.int64],
-        request: NDArray[np.int64],
-        depth: NDArray[np.int64],
-    ) -> Penalties | None:
+    def _penalty_arrays(
+        self, batch: Batch, drafts: DraftTokens, slots: list[_Slot | None], request: NDArray[np.int64]
+    ) -> dict[str, NDArray[Any]]:
+        """What `_penalties` needs from the host; empty where no request has penalties."""
         chosen = [index for index, slot in enumerate(slots) if slot is not None and slot.seen is not None]
         if not chosen:
-            return None
+            return {}
         number = np.full(len(slots), -1, dtype=np.int64)
         number[chosen] = np.arange(len(chosen))
         rows = np.flatnonzero(number[request] >= 0)
-        at = torch.tensor([batch.scheduled[index].slot for index in chosen], device=self._device)
+        params = [batch.scheduled[index].request.params for index in chosen]
+        strengths = [(each.repetition_penalty, each.presence_penalty, each.frequency_penalty) for each in params]
+        return {
+            "penalty rows": rows,
+            "penalty request": number[request[rows]],
+            "penalty slots": np.array([batch.scheduled[index].slot for index in chosen]),
+            "penalty drafts": drafts.token_ids[chosen],
+            "penalty strengths": np.array(strengths, dtype=np.float32).T.copy(),
+        }
+
+    def _penalties(self, sent: dict[str, Tensor], slots: list[_Slot | None]) -> Penalties | None:
+        if "penalty rows" not in sent:
+            return None
+        rows, at, draft_token_ids = sent["penalty rows"], sent["penalty slots"], sent["penalty drafts"]
         longest = max(slot.num_distinct for slot in slots if slot is not None)  # 0 where nothing is counted
         token_ids = self._distinct[at, :longest]
-        draft_token_ids = self._to(drafts.token_ids[chosen])
         # An absent draft stands in as token 0, with the values that are right for token 0.
         present = draft_token_ids.clamp(min=0)
-        params = [batch.scheduled[index].request.params for index in chosen]
-
-        def per_request(values: list[float]) -> Tensor:
-            return torch.tensor(values, dtype=torch.float32, device=self._device)
-
+        repetition, presence, frequency = sent["penalty strengths"]
         return Penalties(
-            rows=self._to(rows),
-            request=self._to(number[request[rows]]),
-            num_drafts_seen=self._to(depth[rows]),
+            rows=rows,
+            request=sent["penalty request"],
+            num_drafts_seen=sent["depth"][rows],
             token_ids=token_ids,
             in_prompt=self._prompt_mask[at[:, None], token_ids],
             counts=self._output_counts[at[:, None], token_ids],
             draft_token_ids=draft_token_ids,
             draft_in_prompt=self._prompt_mask[at[:, None], present],
             draft_counts=self._output_counts[at[:, None], present],
-            repetition=per_request([each.repetition_penalty for each in params]),
-            presence=per_request([each.presence_penalty for each in params]),
-            frequency=per_request([each.frequency_penalty for each in params]),
+            repetition=repetition,
+            presence=presence,
+            frequency=frequency,
         )
 
 

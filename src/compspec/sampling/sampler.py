@@ -44,7 +44,7 @@ class Sampler:
     arXiv 2408.07978.) What rounds runs on groups of `GROUP_ROWS` rows, the rest is elementwise, so neither do bits.
 
     Args:
-        noise: makes Gumbel noise; called with `GROUP_ROWS` rows.
+        noise: makes Gumbel noise; called with as many rows as `metadata.group_sizes` says.
         tokenizer_vocab_size: ids at and above are padding of the embedding and never sampled.
     """
 
@@ -97,7 +97,7 @@ class Sampler:
 
 
 def _filtered(logits: Tensor, group: RowGroup, metadata: SamplingMetadata) -> Tensor:
-    """Temperature and filters of one group, [GROUP_ROWS, V]."""
+    """Temperature and filters of one group, [G, V]."""
     scaled = logits / metadata.temperature[group.rows, None]
     scaled = transforms.apply_top_k(scaled, metadata.top_k[group.rows], group.max_top_k)
     if group.any_top_p:

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Protocol
 
+import torch
+
 from compspec.batch import Batch, DraftTokens, StepOutput
 from compspec.sampling.metadata import SamplingMetadata
 from compspec.sampling.sampler import NO_TOKEN, Sampled
@@ -29,17 +31,16 @@ class EqualityVerifier:
     """Keeps the leading run of drafts that equal the target's tokens, and one more target token."""
 
     def verify(self, sampled: Sampled, metadata: SamplingMetadata, batch: Batch, drafts: DraftTokens) -> StepOutput:
-        """See `Verifier.verify`. Moves the target's tokens to the host."""
-        targets = sampled.token_ids.tolist()
-        windows = []
-        for row in range(len(batch.scheduled)):
-            target = targets[metadata.row_starts[row] : metadata.row_starts[row + 1]]
-            accepted = 0
-            for draft in drafts.token_ids[row, : max(0, len(target) - 1)].tolist():
-                if draft != target[accepted]:
-                    break
-                accepted += 1
-            windows.append(target[: accepted + 1])
+        """See `Verifier.verify`. The comparison is made on the device; the step waits for it here, and nowhere else."""
+        agrees = sampled.token_ids == metadata.next_draft
+        # No draft follows a request's last row, so each that samples has a first row that does not agree.
+        beyond = metadata.depth.new_full((len(batch.scheduled),), drafts.token_ids.shape[1] + 1)
+        ends = torch.where(agrees, beyond[metadata.request], metadata.depth)
+        num_kept = beyond.scatter_reduce(0, metadata.request, ends, "amin")
+        read = torch.cat((sampled.token_ids, num_kept)).tolist()
+        targets, kept = read[: len(sampled.token_ids)], read[len(sampled.token_ids) :]
+        starts = zip(metadata.row_starts[:-1], metadata.row_starts[1:], kept, strict=True)
+        windows = [targets[first : min(end, first + count + 1)] for first, end, count in starts]
         return step_output(windows, sampled, metadata, drafts)
 
 

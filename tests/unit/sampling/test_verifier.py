@@ -31,7 +31,8 @@ def verify(
     starts = torch.tensor([0, *map(len, targets)]).cumsum(0).tolist()
     tokens = torch.tensor([token for target in targets for token in target], dtype=torch.int64)
     sampled = Sampled(token_ids=tokens, logits=torch.empty(len(tokens), 0), failures=failures or {})
-    return EqualityVerifier().verify(sampled, make_metadata(len(tokens), row_starts=tuple(starts)), batch, drafts)
+    metadata = make_metadata(len(tokens), row_starts=tuple(starts), drafts=drafts)
+    return EqualityVerifier().verify(sampled, metadata, batch, drafts)
 
 
 @pytest.mark.parametrize(("target", "drafts", "kept", "accepted"), ROWS)
