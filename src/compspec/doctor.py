@@ -13,7 +13,6 @@ from compspec.attention.backend import AttentionSetup, LayerSpec
 from compspec.config import CacheSection, default_cache_path
 from compspec.errors import CompspecError
 from compspec.kernels.linear import has_native_bf16
-from compspec.trial import run_trial
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +35,8 @@ def examine_gpu(device: torch.device | None = None, settings: dict[str, object] 
     Args:
         device, settings: as in `trial.run_trial`; default: the current GPU.
     """
+    from compspec.trial import run_trial  # loads the whole engine
+
     if device is None and not torch.cuda.is_available():
         return [Finding(name="trial", value="there is no GPU that torch can use", good=False)]
     try:

@@ -11,7 +11,8 @@ from compspec.cli import app
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-COMMANDS = [line for block in re.findall(r"```console\n(.*?)```", README, re.S) for line in block.splitlines()]
+GPU = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
+COMMANDS = [line for block in re.findall(r"```console\n(.*?)```", README + GPU, re.S) for line in block.splitlines()]
 
 
 def test_the_two_commands_are_make_targets_and_what_ci_runs() -> None:

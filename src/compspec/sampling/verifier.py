@@ -32,6 +32,8 @@ class EqualityVerifier:
 
     def verify(self, sampled: Sampled, metadata: SamplingMetadata, batch: Batch, drafts: DraftTokens) -> StepOutput:
         """See `Verifier.verify`. The comparison is made on the device; the step waits for it here, and nowhere else."""
+        if not len(sampled.token_ids):  # a chunk inside a prompt: nothing to wait for
+            return step_output([[] for _ in batch.scheduled], sampled, metadata, drafts)
         agrees = sampled.token_ids == metadata.next_draft
         # No draft follows a request's last row, so each that samples has a first row that does not agree.
         beyond = metadata.depth.new_full((len(batch.scheduled),), drafts.token_ids.shape[1] + 1)
