@@ -2,12 +2,12 @@
 
 Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) in int64 arithmetic, then
 -log(-log(u)) from multiplications and additions of float64 alone. Each of these is rounded correctly by every
-device and by scalar and vector code alike, so the bits do not depend on where a row stands, on the number
-of threads or on the device; a library `log` gives no such promise.
+device and by scalar and vector code alike, and none is contracted (`GumbelNoise._times`), so the bits do not depend on
+where a row stands, on the number of threads, on the device or on the compiler; a library `log` gives no such promise.
 """
 
+import decimal
 import hashlib
-import math
 
 import torch
 from torch import Tensor
@@ -23,6 +23,14 @@ TARGET_STREAM, DRAFT_STREAM, ACCEPTANCE_STREAM, RECOVERY_STREAM = range(4)
 _LOG_TABLE_BITS = 7
 _MANTISSA_MASK = (1 << 52) - 1
 _ONE_BITS = 1023 << 52
+
+
+def _log(value: float) -> float:
+    """Correctly rounded, so the same on every host; `math.log` is as good as the host's C library."""
+    return float(decimal.Context(prec=40).ln(decimal.Decimal(value)))
+
+
+_LOG_2 = _log(2.0)
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
@@ -99,7 +107,8 @@ class GumbelNoise:
         self._token_group = torch.arange(num_groups, dtype=torch.int64, device=device)
         inverses = [2.0 / (2.0 + (2 * index + 1) / (1 << _LOG_TABLE_BITS)) for index in range(1 << _LOG_TABLE_BITS)]
         self._inverse = torch.tensor(inverses, dtype=torch.float64, device=device)
-        self._log = torch.tensor([-math.log(value) for value in inverses], dtype=torch.float64, device=device)
+        self._log = torch.tensor([-_log(value) for value in inverses], dtype=torch.float64, device=device)
+        self._one = None if device.type == "cpu" else torch.ones((), dtype=torch.float64, device=device)
 
     def __call__(self, seeds: Tensor, positions: Tensor, salts: Tensor) -> Tensor:
         """Draws the noise.
@@ -115,7 +124,7 @@ class GumbelNoise:
         words = philox(*_counter_and_key(self._token_group, seeds[:, None], positions[:, None], salts[:, None]))
         uniform = torch.stack(words, dim=-1).flatten(-2)[:, : self.vocab_size]
         # u = (2 r + 1) / 2**33 lies strictly inside (0, 1).
-        exponential = 33.0 * math.log(2.0) - self._logarithm((2 * uniform + 1).to(torch.float64))
+        exponential = 33.0 * _LOG_2 - self._logarithm((2 * uniform + 1).to(torch.float64))
         return -self._logarithm(exponential).to(torch.float32)
 
     def _logarithm(self, x: Tensor) -> Tensor:
@@ -125,6 +134,16 @@ class GumbelNoise:
         index = (bits >> (52 - _LOG_TABLE_BITS)) & ((1 << _LOG_TABLE_BITS) - 1)
         mantissa = ((bits & _MANTISSA_MASK) | _ONE_BITS).view(torch.float64)
         # mantissa = (1 + r) / inverse with |r| <= 2**-8: the series of log(1 + r) ends after six terms.
-        r = mantissa * self._inverse[index] - 1.0
-        series = r * (1.0 - r * (1 / 2 - r * (1 / 3 - r * (1 / 4 - r * (1 / 5 - r * (1 / 6))))))
-        return exponent * math.log(2.0) + (self._log[index] + series)
+        times = self._times
+        r = times(mantissa, self._inverse[index]) - 1.0
+        series = times(r, 1.0 - times(r, 1 / 2 - times(r, 1 / 3 - times(r, 1 / 4 - times(r, 1 / 5 - times(r, 1 / 6))))))
+        return times(exponent, _LOG_2) + (self._log[index] + series)
+
+    def _times(self, a: Tensor, b: Tensor | float) -> Tensor:
+        """The product, rounded before anything is added to it.
+
+        Compilers for GPUs contract a * b + c to fma(a, b, c), which rounds once and so has other bits. Of a product
+        times a 1 that is read from memory they can make fma(a * b, 1, c) at most, and that is a * b + c. Inductor
+        compiles for CPU with -ffp-contract=off, and there the 1 would add a seventh to the time of the noise.
+        """
+        return a * b if self._one is None else a * b * self._one

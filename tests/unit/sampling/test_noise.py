@@ -1,11 +1,15 @@
 """Noise: the published generator, the right distribution, a pure function of what it is for, in independent streams."""
 
 import math
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from compspec.runner import compiled
 from compspec.sampling import noise
@@ -308,3 +312,87 @@ def test_compiled_noise_has_the_bits_of_eager_noise() -> None:
     for stream in (TARGET_STREAM, RECOVERY_STREAM):
         salts = salted(stream, positions - 3)
         assert same_bits(fused(seeds, positions, salts), eager(seeds, positions, salts))
+
+
+# The signs of both operands in a sum.
+SUMS = {torch.ops.aten.add: (1, 1), torch.ops.aten.sub: (1, -1), torch.ops.aten.rsub: (-1, 1)}
+
+
+class Contracting(TorchDispatchMode):
+    """Rounds a * b + c of float64 once, as compilers for GPUs do; counts these sums and the numbers they change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_contracted = self.num_changed = 0
+        self._products: list[tuple[Tensor, Any, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not isinstance(result, Tensor) or result.dtype != torch.float64:
+            return result
+        if func.overloadpacket == torch.ops.aten.mul:
+            self._products.append((result, *args))
+        if func.overloadpacket not in SUMS:
+            return result
+        x, y = args
+        sign_x, sign_y = SUMS[func.overloadpacket]
+        for product, a, b in self._products:
+            if product is x:
+                return self._fused(result, (sign_x, a, b), (sign_y, y))
+            if product is y:
+                return self._fused(result, (sign_y, a, b), (sign_x, x))
+        return result
+
+    def _fused(self, result: Tensor, product: tuple[int, Any, Any], term: tuple[int, Any]) -> Tensor:
+        (sign, a, b), (sign_c, c) = product, term
+        rows = zip(*(fractions(each, result) for each in (a, b, c)), strict=True)
+        fused = result.new_tensor([float(sign * a * b + sign_c * c) for a, b, c in rows]).view_as(result)
+        self.num_contracted += 1
+        self.num_changed += int((fused != result).sum())
+        return fused
+
+
+def fractions(numbers: Tensor | float, like: Tensor) -> list[Fraction]:
+    return list(map(Fraction, torch.as_tensor(numbers, dtype=like.dtype).expand_as(like).flatten().tolist()))
+
+
+ANY_ROWS = torch.tensor([3, 2**40]), torch.tensor([7, 8]), torch.tensor([0, 1 << 32])
+
+
+def test_a_compiler_for_a_gpu_may_contract_and_changes_no_bit() -> None:
+    gumbel = GumbelNoise(64, CPU)
+    expected = gumbel(*ANY_ROWS)
+    with Contracting() as contracting:
+        gumbel(*ANY_ROWS)
+    # Eight products in each of two logarithms; the compiler for a CPU does not contract.
+    assert contracting.num_contracted == 16
+    assert contracting.num_changed > 200
+    assert GumbelNoise(64, torch.device("meta"))._one is not None
+    gumbel._one = torch.ones((), dtype=torch.float64)
+    with Contracting() as contracting:
+        assert same_bits(gumbel(*ANY_ROWS), expected)
+        uniform(*ANY_ROWS)
+    assert contracting.num_contracted == 16
+    assert contracting.num_changed == 0
+
+
+def test_a_compiler_does_not_see_that_the_one_is_1() -> None:
+    """Else it could drop the multiplication. What is an input of the graph is read when the code runs."""
+    scalars: list[Tensor] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable:
+        scalars.extend(each for each in inputs if each.dim() == 0)
+        return graph.forward
+
+    gumbel = GumbelNoise(4, CPU)
+    gumbel._one = torch.ones((), dtype=torch.float64)
+    torch.compile(gumbel, backend=backend, fullgraph=True, dynamic=False)(*ANY_ROWS)
+    assert [each.dtype for each in scalars] == [torch.float64]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["none", "default"])
+def test_bits_are_those_of_the_cpu(mode: str) -> None:
+    rows = torch.arange(64), torch.arange(64) + 1000, torch.zeros(64, dtype=torch.int64)
+    found = compiled.compile_noise(GumbelNoise(49152, torch.device("cuda")), mode)(*(row.cuda() for row in rows))
+    assert same_bits(found.cpu(), GumbelNoise(49152, CPU)(*rows))
