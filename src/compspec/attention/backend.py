@@ -158,6 +158,13 @@ class AttentionBackend(Protocol):
     @property
     def implementation(self) -> str: ...
 
+    def arithmetic(self, bucket: Bucket) -> object:
+        """Names the order in which a row of the bucket is computed; with other names bits can differ.
+
+        The self-test compares a few lengths. What is known to differ at others is not left to it.
+        """
+        ...
+
     def plan(self, bucket: Bucket, block_table: NDArray[np.int32], starts: NDArray[np.int64]) -> AttentionPlan:
         """Prepares one forward, on the host.
 
@@ -182,6 +189,10 @@ class StatelessBackend:
     def implementation(self) -> str:
         """See `AttentionBackend.implementation`."""
         return self.name
+
+    def arithmetic(self, bucket: Bucket) -> object:
+        """See `AttentionBackend.arithmetic`."""
+        return None
 
     def plan(self, bucket: Bucket, block_table: NDArray[np.int32], starts: NDArray[np.int64]) -> AttentionPlan:
         """See `AttentionBackend.plan`."""

@@ -83,6 +83,7 @@ class FlashInferBackend:
 
     def __init__(self, setup: AttentionSetup, prefill: str | None = None) -> None:
         self.implementation = f"flashinfer {_version()}"
+        self._kinds = tuple(dict.fromkeys(setup.layers))
         prefill = prefill or ("fa2" if setup.exact else "auto")
         prebuilt.use(setup)
         try:
@@ -99,6 +100,10 @@ class FlashInferBackend:
                 f"FlashInfer cannot run here ({type(error).__name__}: {one_line(error)}); "
                 "see compspec doctor, or choose another model.attention"
             ) from error
+
+    def arithmetic(self, bucket: Bucket) -> object:
+        """See `AttentionBackend.arithmetic`: how many rows a tile has decides how keys are cut."""
+        return tuple(tile_rows(bucket, spec) for spec in self._kinds)
 
     def plan(self, bucket: Bucket, block_table: NDArray[np.int32], starts: NDArray[np.int64]) -> "FlashInferPlan":
         """See `AttentionBackend.plan`."""
@@ -259,6 +264,17 @@ def _make_wrapper(bucket: Bucket, buffers: dict[str, Tensor], workspace: Tensor,
         )
     wrapper.reset_workspace_buffer(workspace, torch.zeros(_INT_WORKSPACE, dtype=torch.uint8, device=workspace.device))
     return wrapper
+
+
+def tile_rows(bucket: Bucket, spec: LayerSpec) -> int:
+    """Query rows times heads per KV head that one tile of fa2 has.
+
+    Source: `FA2DetermineCtaTileQ` and its callers in flashinfer's utils.cuh and scheduler.cuh.
+    """
+    packed = bucket.query_len * (spec.num_heads // spec.num_kv_heads)
+    if packed > 64 and spec.head_dim < 256:
+        return 128
+    return 64 if packed > 16 else 16
 
 
 def _version() -> str:

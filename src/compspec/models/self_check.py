@@ -25,7 +25,7 @@ _LENGTHS = (11, 14)
 # Relative error of a row of logits. Kernels round differently at different shapes; a model that runs
 # other attention is wrong by its own size. A few rows may differ more: in a mixture of experts one
 # rounding can change which expert a token gets.
-_TOLERANCE = {torch.float32: 5e-3, torch.float16: 5e-2, torch.bfloat16: 0.15}
+TOLERANCE = {torch.float32: 5e-3, torch.float16: 5e-2, torch.bfloat16: 0.15}
 _ROWS_THAT_MUST_AGREE = 0.75
 
 
@@ -89,12 +89,12 @@ def _check(module: Any, dtype: torch.dtype, device: torch.device) -> CheckResult
             f"{type(module).__name__} computes logits that are not finite in {dtype}; "
             "set model.dtype to bfloat16 or float32, or get a sound checkpoint"
         )
-    tolerance = _TOLERANCE[dtype]
-    error = _relative_error(packed, eager)
+    tolerance = TOLERANCE[dtype]
+    error = relative_error(packed, eager)
     if not error <= tolerance:
         # One more forward per sequence, to name the reason.
         separate = torch.cat([_packed_logits(module, [ids], dtype)[0] for ids in sequences])
-        alone = _relative_error(separate, eager)
+        alone = relative_error(separate, eager)
         what = "two sequences packed into one forward change each other"
         if not alone <= tolerance:
             what = "compspec's attention computes something else than its own"
@@ -179,7 +179,7 @@ def _configured_window(config: Any, index: int) -> int:
     return int(getattr(config, "sliding_window", None) or 0) if slides else 0
 
 
-def _relative_error(a: Tensor, b: Tensor) -> float:
+def relative_error(a: Tensor, b: Tensor) -> float:
     """Error of a row relative to the size of its logits, at the quantile of rows that must agree."""
     if a.shape != b.shape:
         raise UnsupportedError(f"its logits have shape {tuple(a.shape)}, expected {tuple(b.shape)}")

@@ -1,5 +1,6 @@
 """All torch.compile settings. One static graph per bucket; the decoder layer is compiled once and reused in it."""
 
+import inspect
 import logging
 import os
 import time
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 import torch._dynamo
+import torch._inductor
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
@@ -24,6 +26,9 @@ logger = logging.getLogger(__name__)
 StepFunction = Callable[..., Tensor]
 
 REGION_MARK = "_compspec_region"
+
+# Reductions (RMSNorm) and padded matrix products are otherwise chosen by timing them on the device.
+_NO_TIMINGS = {"deterministic": True, "shape_padding": False}
 
 
 def use_cache_folder(path: Path) -> None:
@@ -53,7 +58,9 @@ def clear_compile_errors() -> Iterator[None]:
 def mark_regions(module: nn.Module, layer_classes: tuple[type[nn.Module], ...]) -> int:
     """Makes every decoder layer of `module` a nested compile region; returns how many there are.
 
-    The mark is on the instances, so other models of the same class are not touched.
+    The layers become instances of a subclass of their own, so other models of the same class are not touched. A
+    `forward` that is set on the instances would do that too, but then Dynamo, which traces a region once and puts the
+    weights of each later layer in the place of the first one's, can take all of them for the first (torch 2.14).
 
     Raises:
         UnsupportedError: this torch has no nested compile regions.
@@ -62,34 +69,56 @@ def mark_regions(module: nn.Module, layer_classes: tuple[type[nn.Module], ...]) 
         raise UnsupportedError(
             f"torch {torch.__version__} cannot compile regions; use a newer one, or compile.mode: none"
         )
-    marked: dict[type[nn.Module], Any] = {}
     layers = [layer for layer in module.modules() if isinstance(layer, layer_classes)]
+    options: dict[str, Any] = {}
+    if "max_reuse_entries" in inspect.signature(torch.compiler.nested_compile_region).parameters:
+        # Layers that cannot share a trace have one each.
+        options["max_reuse_entries"] = max(8, len(layers))
+    regions: dict[type[nn.Module], type[nn.Module]] = {}
     for layer in layers:
-        if hasattr(layer, REGION_MARK):
-            continue
         kind = type(layer)
-        if kind not in marked:
-            marked[kind] = torch.compiler.nested_compile_region(kind.forward)
-        layer.forward = types.MethodType(marked[kind], layer)
-        setattr(layer, REGION_MARK, True)
+        if getattr(kind, REGION_MARK, False):
+            continue
+        if kind not in regions:
+            members = {
+                "forward": torch.compiler.nested_compile_region(kind.forward, **options),
+                REGION_MARK: True,
+                "__module__": kind.__module__,
+                "__qualname__": kind.__qualname__,
+            }
+            regions[kind] = type(kind.__name__, (kind,), members)
+        layer.__class__ = regions[kind]
     return len(layers)
 
 
-def compile_step(step: StepFunction, bucket: Bucket, mode: str, device: torch.device) -> StepFunction:
+def compile_step(step: StepFunction, bucket: Bucket, mode: str, device: torch.device, *, exact: bool) -> StepFunction:
     """Compiles one bucket's step.
 
     Dynamo counts recompilations per code object and stops compiling after eight, so each bucket gets a
     code object of its own.
+
+    Args:
+        exact: no choice of a kernel may hang on a timing, which comes out differently for each shape and at each start.
     """
     if mode == "none":
         return step
     name = f"step_{bucket.num_requests}x{bucket.query_len}"
     code = step.__code__.replace(co_name=name)
     own = types.FunctionType(code, step.__globals__, name, step.__defaults__, step.__closure__)
-    # Without CUDA there is no graph to capture and "reduce-overhead" is the default mode.
-    inductor_mode = "reduce-overhead" if mode == "reduce-overhead" and device.type == "cuda" else None
-    compiled: StepFunction = torch.compile(own, fullgraph=True, dynamic=False, mode=inductor_mode)
+    options = step_options(mode, device, exact)
+    compiled: StepFunction = torch.compile(own, fullgraph=True, dynamic=False, options=options or None)
     return compiled
+
+
+def step_options(mode: str, device: torch.device, exact: bool) -> dict[str, Any]:
+    """Inductor's options for the model: those of the mode (torch takes a mode or options), and what exactness needs."""
+    if device.type != "cuda":  # nothing to capture, and no kernel is chosen by timing
+        return {}
+    options = dict(torch._inductor.list_mode_options(mode)) if mode == "reduce-overhead" else {}
+    if exact:
+        known = set(torch._inductor.list_options())
+        options |= {name: value for name, value in _NO_TIMINGS.items() if name in known}
+    return options
 
 
 def compile_noise(noise: NoiseFunction, mode: str) -> NoiseFunction:

@@ -15,6 +15,7 @@ from compspec.errors import UnsupportedError
 from compspec.models.adapter import ModelAdapter
 from compspec.runner import compiled, graphs, kv_cache
 from compspec.runner.buckets import Buckets
+from compspec.runner.compile_check import check_compiled
 from compspec.runner.inputs import InputBuffers, Query
 
 logger = logging.getLogger(__name__)
@@ -54,10 +55,15 @@ class ModelRunner:
         longest = max_model_len + max(bucket.query_len for bucket in self.buckets.all)
         self.max_blocks = -(-longest // _TABLE_STEP) * _TABLE_STEP // self.block_size
         # Before the cache, which takes what memory is left.
-        self.attention = make_backend(self._attention_setup(config.numerics.mode == "exact"), config.model.attention)
+        exact = config.numerics.mode == "exact"
+        self.attention = make_backend(self._attention_setup(exact), config.model.attention)
+        if exact:
+            arithmetic = self.attention.arithmetic
+            widest = arithmetic(self.buckets.widest_decode)
+            self.buckets.restrict_decode([one for one in self.buckets.decode if arithmetic(one) == widest])
         self.memory = kv_cache.plan_memory(config, adapter, max_model_len, kv_cache.available_bytes(adapter.device))
         self.num_blocks = self.memory.num_blocks
-        if config.numerics.mode == "exact":
+        if exact:
             adapter.use_row_independent_experts()
         self.k_caches, self.v_caches = kv_cache.allocate(adapter, self.num_blocks, self.block_size)
         adapter.set_kv_buffers(self.k_caches, self.v_caches)
@@ -69,7 +75,7 @@ class ModelRunner:
             for bucket in self.buckets.all
         }
         self._steps = {
-            bucket: compiled.compile_step(self._make_step(), bucket, self._mode, adapter.device)
+            bucket: compiled.compile_step(self._make_step(), bucket, self._mode, adapter.device, exact=exact)
             for bucket in self.buckets.all
         }
         if self.uses_graphs:
@@ -102,6 +108,7 @@ class ModelRunner:
 
         Raises:
             UnsupportedError: no working compiler; or `compile.strict`, and a bucket is not one CUDA graph.
+            NumericsError: the compiled step computes something else than the model.
         """
         for bucket in self.buckets.all:
             watch = compiled.Stopwatch()
@@ -112,6 +119,8 @@ class ModelRunner:
                     self._call(bucket, [])
             if progress is not None and self._mode != "none":
                 progress(str(bucket), watch.seconds)
+        if self._mode != "none":
+            check_compiled(self)
 
     def _capture(self, bucket: Bucket) -> None:
         """Warms up, captures, and replays once."""
@@ -146,14 +155,19 @@ class ModelRunner:
         with compiled.no_recompilation(self._mode):
             return self._call(bucket, queries)
 
-    def _call(self, bucket: Bucket, queries: Sequence[Query]) -> Tensor:
+    @torch.no_grad()
+    def run_eager(self, bucket: Bucket, queries: Sequence[Query]) -> Tensor:
+        """As `run`, without the compiler."""
+        return self._call(bucket, queries, self._make_step())
+
+    def _call(self, bucket: Bucket, queries: Sequence[Query], step: compiled.StepFunction | None = None) -> Tensor:
         buffers = self._buffers[bucket]
         inputs = buffers.fill(queries)
         plan = self.attention.plan(bucket, buffers.block_table, buffers.starts)
         if self.uses_graphs:
             self._begin_step()
         with in_force(plan):
-            logits = self._steps[bucket](*inputs)
+            logits = (step or self._steps[bucket])(*inputs)
         return logits.view(bucket.num_requests, bucket.num_logits, -1)
 
     def _begin_step(self) -> None:

@@ -25,13 +25,16 @@ from compspec.runner.model_runner import ModelRunner
 logger = logging.getLogger(__name__)
 
 # Changes with what is tested, so that results of another test are not taken over.
-_VERSION = "2"
+_VERSION = "3"
 
 # Rows that are probed after each context, where a step has fewer.
 _FEWEST_ROWS = 8
 
 # Inside a kernel's first run of keys, and across the ends of runs of 64 and of 512: drafts reach beyond the end.
 _CONTEXTS = (21, 60, 508)
+
+# So far behind the first token that leaves a layer's window.
+_BEYOND_WINDOW = 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +78,10 @@ def run_self_test(runner: ModelRunner) -> SelfTestResult:
 def _contexts(runner: ModelRunner, num_rows: int) -> tuple[list[int], int]:
     """Context lengths at which the probe fits the cache, and how many rows are probed after each."""
     usable = min(min(runner.num_blocks - 1, runner.max_blocks) * runner.block_size, runner.adapter.max_model_len)
-    fitting = [context for context in _CONTEXTS if context + num_rows <= usable]
+    windows = {layer.spec.window for layer in runner.adapter.layers if layer.spec.window}
+    # A short window is left in the longest of the others already.
+    beyond = {window + _BEYOND_WINDOW for window in windows if window + _BEYOND_WINDOW > max(_CONTEXTS)}
+    fitting = [context for context in (*_CONTEXTS, *sorted(beyond)) if context + num_rows <= usable]
     return (fitting, num_rows) if fitting else ([0], min(num_rows, usable))
 
 

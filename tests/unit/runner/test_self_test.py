@@ -23,13 +23,14 @@ Fault = Callable[[Bucket, int, int, Sequence[Query]], float]
 class FakeRunner:
     """Logits are a function of (token, position), plus what a planted fault adds."""
 
-    def __init__(self, fault: Fault, max_num_seqs: int = 4) -> None:
+    def __init__(self, fault: Fault, max_num_seqs: int = 4, window: int = 0) -> None:
         config = make_config({"model": {"source": "x"}, "scheduler": {"max_num_seqs": max_num_seqs}})
         self.buckets = Buckets(config)
         self.num_blocks, self.block_size, self.max_blocks = 129, 16, 64
         self.adapter = SimpleNamespace(
             vocab_size=VOCAB, device=torch.device("cpu"), max_model_len=1024, module=torch.nn.Module()
         )
+        self.adapter.layers = [SimpleNamespace(spec=SimpleNamespace(window=each)) for each in (0, window)]
         self._fault = fault
         self.places_seen: set[int] = set()
 
@@ -69,6 +70,17 @@ def test_a_row_that_depends_on_something_else_is_found(fault: Fault) -> None:
 
     result = run_self_test(FakeRunner(planted))
     assert [str(bucket) for bucket in result.dependent] == ["decode 4x8"]
+
+
+def test_a_long_window_is_left_behind_too() -> None:
+    """A kernel that cuts the keys of a window by where the step begins: seen only where the window has an end."""
+
+    def cut_by_start(bucket: Bucket, place: int, row: int, queries: Sequence[Query]) -> float:
+        return 1e-3 * ((queries[place].start - 700) % 3) if queries[place].start > 700 else 0.0
+
+    short = run_self_test(FakeRunner(cut_by_start))
+    assert set(short.equal) == set(FakeRunner(cut_by_start).buckets.decode), "no context is that long"
+    assert not run_self_test(FakeRunner(cut_by_start, window=700)).equal
 
 
 def test_a_bucket_with_other_bits_is_set_apart() -> None:
