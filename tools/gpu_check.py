@@ -274,6 +274,7 @@ def _setup(machine: Machine, spec: LayerSpec, dtype: torch.dtype, block_size: in
         device=machine.device,
         block_size=block_size,
         max_blocks=_CAPACITY // block_size,
+        max_model_len=_CAPACITY,
         buckets=tuple(_bucket(case) for case in CASES),
         exact=exact,
     )
@@ -678,6 +679,7 @@ def prefill_kernels(machine: Machine, report: Report) -> None:
             device=machine.device,
             block_size=BLOCK_SIZE,
             max_blocks=blocks,
+            max_model_len=context + rows,
             buckets=(_bucket(case),),
             exact=False,
         )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from compspec.attention import choose, flashinfer, varlen
+from compspec.attention import choose, flashinfer, prebuilt, varlen
 from compspec.attention.backend import AttentionSetup, LayerSpec
 from compspec.config import CacheSection, default_cache_path
 from compspec.errors import CompspecError
@@ -26,7 +26,7 @@ class Finding:
 
 def examine() -> list[Finding]:
     """Looks at the machine; changes nothing."""
-    return [_versions(), _cpu(), _gpu(), _flashinfer(), _varlen(), _attention(), _compiler(), _cache()]
+    return [_versions(), _cpu(), _gpu(), _flashinfer(), _kernels(), _varlen(), _attention(), _compiler(), _cache()]
 
 
 def examine_gpu(device: torch.device | None = None, settings: dict[str, object] | None = None) -> list[Finding]:
@@ -87,6 +87,22 @@ def _flashinfer() -> Finding:
     return Finding(name="flashinfer", value=version, good=True)
 
 
+def _kernels() -> Finding:
+    """FlashInfer's kernels that were compiled ahead of time for the GPU here."""
+    if flashinfer.unavailable() is not None or not torch.cuda.is_available():
+        return Finding(name="kernels", value="none are wanted without FlashInfer and a GPU", good=None)
+    arch = prebuilt.arch_name(torch.cuda.get_device_capability())
+    stored, folder = prebuilt.stored(arch), prebuilt.kernel_folder(arch)
+    broken = [f"{name}: {flaw}" for name, flaw in stored.items() if flaw is not None]
+    if broken:
+        value = f"{len(broken)} of {len(stored)} in {folder} are not used; {broken[0]}"
+        return Finding(name="kernels", value=value, good=False)
+    if not stored:
+        value = f"none for {arch} in {folder}: FlashInfer compiles at start; tools/build_kernels.py does it before"
+        return Finding(name="kernels", value=value, good=None)
+    return Finding(name="kernels", value=f"{len(stored)} compiled for {arch} in {folder}", good=True)
+
+
 def _varlen() -> Finding:
     reason = varlen.unavailable()
     value = "torch.nn.attention.varlen with block tables" if reason is None else reason
@@ -103,6 +119,7 @@ def _attention() -> Finding:
         device=device,
         block_size=CacheSection().block_size,
         max_blocks=1,
+        max_model_len=1,
         buckets=(),
         exact=True,
     )

@@ -15,7 +15,7 @@ from compspec.errors import ConfigError, NumericsError, RequestError, Unsupporte
 from compspec.models.loader import LoadedModel, load_model
 from compspec.proposers.proposer import Proposer, check_drafts, make_proposer
 from compspec.request import EndCheck, FinishReason, Request, TokenDelta
-from compspec.runner import compiled, graphs
+from compspec.runner import compiled
 from compspec.runner.model_runner import ModelRunner, Progress
 from compspec.runner.self_test import SelfTestResult, StoredSelfTest, run_self_test
 from compspec.sampling.logprobs import step_logprobs
@@ -235,10 +235,8 @@ class Engine:
             stats.prefill_tokens += sum(entry.num_new_tokens for entry in batch.scheduled)
         stats.num_recompilations = compiled.num_compilations() - self._compiled_at_start
         stats.num_eager_steps = self.runner.num_eager_runs
-        if self.runner.uses_graphs:
-            since = graphs.graph_counts() - self._graphs_at_start
-            stats.num_cuda_graph_rerecordings = since.recordings
-            stats.num_cuda_graph_skips = self.runner.num_skips + since.skips
+        stats.num_cuda_graph_rerecordings = self.runner.late_graphs.recordings
+        stats.num_cuda_graph_skips = self.runner.num_skips + self.runner.late_graphs.skips
         for delta in deltas:
             if delta.finish_reason is not None:
                 request = delta.request
@@ -269,10 +267,8 @@ class Engine:
         self._warm_up_noise()
         self.stats.num_compiled_buckets = len(buckets.all) if self.config.compile.mode != "none" else 0
         self.stats.compile_s = watch.seconds
-        self.stats.num_cuda_graphs, self.stats.num_cuda_graph_skips = self.runner.num_graphs, self.runner.num_skips
+        self.stats.num_cuda_graphs = self.runner.num_graphs
         self._compiled_at_start = compiled.num_compilations()
-        if self.runner.uses_graphs:
-            self._graphs_at_start = graphs.graph_counts()
         self.runner.num_eager_runs = 0
 
     def _keep_exact_buckets(self, result: SelfTestResult) -> None:

@@ -31,7 +31,8 @@ def pack(arrays: Sequence[NDArray[Any]]) -> tuple[NDArray[np.uint8], list[int]]:
     for array in arrays:
         places.append(end)
         end += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
-    packed = np.zeros(end, dtype=np.uint8)
+    # Never empty: an empty array becomes a tensor of stride zero, which has no views of other types.
+    packed = np.zeros(max(end, _ALIGNMENT), dtype=np.uint8)
     for array, place in zip(arrays, places, strict=True):
         packed[place : place + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     return packed, places

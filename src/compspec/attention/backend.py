@@ -96,6 +96,7 @@ class AttentionSetup:
         dtype, device: of queries, keys and values.
         block_size: tokens per block.
         max_blocks: B, the width of every block table.
+        max_model_len: the longest a request can get, tokens.
         buckets: the shapes of all forwards.
         exact: a row's bits may depend on nothing but its own request.
     """
@@ -105,6 +106,7 @@ class AttentionSetup:
     device: torch.device
     block_size: int
     max_blocks: int
+    max_model_len: int
     buckets: tuple[Bucket, ...]
     exact: bool
 

@@ -9,6 +9,8 @@ Versions: flashinfer-python 0.6.18 and newer (`q_len_per_req`, fixed shapes of u
 
 import importlib.metadata
 import importlib.util
+import itertools
+import re
 from typing import Any
 
 import numpy as np
@@ -28,10 +30,13 @@ OLDEST_GENERATION = (8, 0)
 HEAD_DIMS = (64, 128, 256)
 DTYPES = (torch.bfloat16, torch.float16)
 
-# Partial results of split keys. Exact numerics never split.
-_FLOAT_WORKSPACE = {True: 16 << 20, False: 384 << 20}
 # Plans take a few kilobytes; FlashInfer's own default is 8 MiB for each wrapper, on the device and pinned.
 _INT_WORKSPACE = 1 << 20
+# Places in FlashInfer's plan, `PrefillPlanInfo` in scheduler.cuh.
+_PLAN_NUMBERS = 15
+_GRID, _TILE_ROWS, _SPLITS_KEYS = 0, 3, 14
+# Exact numerics never split keys, and so has no partial results.
+_LEAST_FLOAT_WORKSPACE = 1 << 20
 
 
 def refusal(setup: AttentionSetup) -> str | None:
@@ -49,6 +54,8 @@ def refusal(setup: AttentionSetup) -> str | None:
     others = sorted({layer.head_dim for layer in setup.layers} - set(HEAD_DIMS))
     if others:
         return f"it has kernels for head dims 64, 128 and 256, the model has {', '.join(map(str, others))}"
+    if setup.exact and any(0 < layer.window < setup.max_model_len for layer in setup.layers):
+        return "it cuts the keys of a sliding window by where a step begins, which numerics: exact does not allow"
     return None
 
 
@@ -57,7 +64,7 @@ def unavailable() -> str | None:
     if importlib.util.find_spec("flashinfer") is None:
         return 'flashinfer is not installed (pip install "compspec[cuda]")'
     version = _version()
-    numbers = tuple(int(part) for part in version.split(".")[:3] if part.isdigit())
+    numbers = tuple(map(int, re.findall(r"\d+", version)[:3]))
     if numbers < OLDEST_VERSION:
         return f"flashinfer-python {version} is older than {'.'.join(map(str, OLDEST_VERSION))}"
     return None
@@ -82,12 +89,12 @@ class FlashInferBackend:
     name = "flashinfer"
 
     def __init__(self, setup: AttentionSetup, prefill: str | None = None) -> None:
-        self.implementation = f"flashinfer {_version()}"
         self._kinds = tuple(dict.fromkeys(setup.layers))
         prefill = prefill or ("fa2" if setup.exact else "auto")
-        prebuilt.use(setup)
         try:
-            workspace = torch.zeros(_FLOAT_WORKSPACE[setup.exact], dtype=torch.uint8, device=setup.device)
+            compiler = prebuilt.use(setup)
+            self.implementation = f"flashinfer {_version()}" + (f" ({compiler})" if compiler else "")
+            workspace = torch.zeros(_float_workspace(setup), dtype=torch.uint8, device=setup.device)
             self._buckets = {bucket: _BucketAttention(bucket, setup, workspace, prefill) for bucket in setup.buckets}
             for bucket in self._buckets.values():
                 bucket.prime()
@@ -187,9 +194,6 @@ class _BucketAttention:
 
     def _plan_layer(self, wrapper: Any, spec: LayerSpec, staged: dict[str, Tensor], sent_indices: Tensor) -> None:
         setup = self._setup
-        # Kernels are launched for more blocks than there is work, and those beyond read what the planner left there:
-        # zeros stand for a block that is computed twice (flashinfer issues 4430 and 4794).
-        wrapper._pin_memory_int_workspace_buffer[: self._plan_bytes(spec)].zero_()
         pages = (staged["kv_indptr"], sent_indices, staged["last_page_len"])
         shape = (spec.num_heads, spec.num_kv_heads, spec.head_dim, setup.block_size)
         options: dict[str, Any] = {
@@ -204,13 +208,22 @@ class _BucketAttention:
             wrapper.plan(*pages, *shape, q_len_per_req=self._bucket.query_len, **options)
         else:
             wrapper.plan(staged["qo_indptr"], *pages, *shape, causal=True, **options)
+        if setup.exact:
+            wrapper._plan_info = self._without_padding(wrapper._plan_info, spec)
 
-    def _plan_bytes(self, spec: LayerSpec) -> int:
-        """Bytes of the planner's arrays at most: four of one int per block of the grid, and some of one per row."""
-        requests, rows = self._bucket.num_requests, self._bucket.query_len
-        tiles = requests * -(-rows * spec.num_heads // spec.num_kv_heads // 16)
-        blocks = max(tiles + requests, 2 * _num_multiprocessors(self._setup.device) // spec.num_kv_heads)
-        return min(_INT_WORKSPACE, 16 * blocks + 4 * (requests * rows + requests) + 1024)
+    def _without_padding(self, info: Any, spec: LayerSpec) -> Any:
+        """The plan with a grid of the tiles that there are.
+
+        Where keys are not split, FlashInfer 0.6 launches at least two blocks per multiprocessor, and those without a
+        tile of their own compute the first one again (flashinfer issues 4002 and 4430). The tiles come first in the
+        grid. A plan of another layout is left as it is: what the others read is zero since the wrapper was made.
+        """
+        numbers = [int(number) for number in info]
+        if len(numbers) != _PLAN_NUMBERS or numbers[_SPLITS_KEYS]:
+            return info
+        packed = self._bucket.query_len * (spec.num_heads // spec.num_kv_heads)
+        numbers[_GRID] = self._bucket.num_requests * -(-packed // numbers[_TILE_ROWS])
+        return type(info)(numbers)
 
     def run(self, spec: LayerSpec, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
         wrapper = self._wrappers.get(spec)
@@ -263,7 +276,23 @@ def _make_wrapper(bucket: Bucket, buffers: dict[str, Tensor], workspace: Tensor,
             backend=backend,
         )
     wrapper.reset_workspace_buffer(workspace, torch.zeros(_INT_WORKSPACE, dtype=torch.uint8, device=workspace.device))
+    # Blocks beyond the work read what the planner left there: zeros stand for a tile that is computed twice.
+    wrapper._pin_memory_int_workspace_buffer.zero_()
     return wrapper
+
+
+def _float_workspace(setup: AttentionSetup) -> int:
+    """Bytes for the partial results of split keys: of every block of the grid one tile of outputs and scales."""
+    most = _LEAST_FLOAT_WORKSPACE
+    if setup.exact:
+        return most
+    for bucket, spec in itertools.product(setup.buckets, dict.fromkeys(setup.layers)):
+        rows = tile_rows(bucket, spec)
+        tiles = -(-bucket.query_len * (spec.num_heads // spec.num_kv_heads) // rows)
+        # Plans of one row per request count a tile more for each of them.
+        blocks = max(bucket.num_requests * (tiles + 1), 2 * _num_multiprocessors(setup.device) // spec.num_kv_heads)
+        most = max(most, spec.num_heads * blocks * rows * 4 * (spec.head_dim + 1) + 64)
+    return most
 
 
 def tile_rows(bucket: Bucket, spec: LayerSpec) -> int:

@@ -12,6 +12,7 @@ from compspec.attention.backend import AttentionSetup, StatelessBackend
 # torch's kernel reads pages of whole multiples of this.
 PAGE_MULTIPLE = 256
 LARGEST_HEAD_DIM = 256
+HEAD_DIM_MULTIPLE = 8
 OLDEST_GENERATION = (8, 0)
 _NEEDED = {"block_table", "seqused_k", "num_splits", "enable_gqa", "window_size", "scale"}
 
@@ -32,6 +33,9 @@ def refusal(setup: AttentionSetup) -> str | None:
         return f"it needs cache.block_size to be a multiple of {PAGE_MULTIPLE}, which is {setup.block_size}"
     if any(layer.softcap for layer in setup.layers):
         return "it has no soft cap, which the model needs"
+    odd = next((layer.head_dim for layer in setup.layers if layer.head_dim % HEAD_DIM_MULTIPLE), None)
+    if odd is not None:
+        return f"it needs head dims that are multiples of {HEAD_DIM_MULTIPLE}, the model has {odd}"
     largest = max(layer.head_dim for layer in setup.layers)
     return f"it goes up to head dim {LARGEST_HEAD_DIM}, the model has {largest}" if largest > LARGEST_HEAD_DIM else None
 

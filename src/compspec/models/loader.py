@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AttentionInterface
 
+from compspec.attention import prebuilt
 from compspec.attention.backend import ATTENTION_NAME, attention_forward
 from compspec.config import ModelSection
 from compspec.errors import CompspecError, ConfigError, ModelError, UnsupportedError
@@ -27,7 +28,7 @@ from compspec.models.support import architecture_name, check_config
 
 AttentionInterface.register(ATTENTION_NAME, attention_forward)
 
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _FINGERPRINT_SAMPLES = 64
 _SAMPLE_BYTES = 4096
@@ -65,15 +66,16 @@ def load_model(section: ModelSection, cache_path: Path) -> LoadedModel:
     """
     device = _device(section.device)
     choose_cache_dir(cache_path / "kernels")
+    prebuilt.choose_cache_path(cache_path)
     files = resolve_source(section.source, revision=section.revision, trust_remote_code=section.trust_remote_code)
     folder = files.folder
     if files.gguf is not None:
-        folder = convert_gguf(files.gguf, _DTYPES.get(section.dtype), cache_path)
+        folder = convert_gguf(files.gguf, DTYPES.get(section.dtype), cache_path)
     headers = _weight_headers(folder)
-    config = _config(folder, section)
+    config = read_config(folder, section)
     check_config(config)
     max_model_len = _max_model_len(config, section.max_model_len)
-    dtype = _dtype(config, section.dtype)
+    dtype = choose_dtype(config, section.dtype)
     module = _weights(folder, config, dtype, device, section)
     on_kernel = _use_kernel(module, section.cpu_linear, dtype, device)
     return LoadedModel(
@@ -134,7 +136,7 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _config(folder: Path, section: ModelSection) -> Any:
+def read_config(folder: Path, section: ModelSection) -> Any:
     """Reads config.json; never runs code from the folder unless the configuration says so."""
     try:
         raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -176,13 +178,13 @@ def _use_kernel(module: nn.Module, choice: str, dtype: torch.dtype, device: torc
     return True
 
 
-def _dtype(config: Any, name: str) -> torch.dtype:
+def choose_dtype(config: Any, name: str) -> torch.dtype:
     """The dtype asked for, or the checkpoint's own; float32 where it names none."""
     if name != "auto":
-        return _DTYPES[name]
+        return DTYPES[name]
     dtype = getattr(config, "dtype", None) or config.get_text_config(decoder=True).dtype or torch.float32
-    if dtype not in _DTYPES.values():
-        raise ConfigError(f"the checkpoint's dtype is {dtype}; set model.dtype to one of {', '.join(_DTYPES)}")
+    if dtype not in DTYPES.values():
+        raise ConfigError(f"the checkpoint's dtype is {dtype}; set model.dtype to one of {', '.join(DTYPES)}")
     assert isinstance(dtype, torch.dtype)
     return dtype
 

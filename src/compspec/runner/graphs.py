@@ -4,6 +4,7 @@ A log line that says that graphs are on proves nothing: torch leaves a graph out
 and then runs the same code five times slower. So recordings and omissions are counted where torch makes them.
 """
 
+import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -21,6 +22,9 @@ _ADVICE = (
     "set compile.mode: default to run without graphs, or compile.strict: false to go on with what could be captured"
 )
 
+# Inductor's reasons to leave a graph out, and CUDA's own complaints during a capture.
+_ABOUT_CAPTURE = re.compile("cudagraph|captur")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphCounts:
@@ -31,8 +35,11 @@ class GraphCounts:
         skips: compiled graphs that were left out.
     """
 
-    recordings: int
-    skips: int
+    recordings: int = 0
+    skips: int = 0
+
+    def __add__(self, other: "GraphCounts") -> "GraphCounts":
+        return GraphCounts(recordings=self.recordings + other.recordings, skips=self.skips + other.skips)
 
     def __sub__(self, other: "GraphCounts") -> "GraphCounts":
         return GraphCounts(recordings=self.recordings - other.recordings, skips=self.skips - other.skips)
@@ -104,7 +111,7 @@ def clear_capture_errors(bucket: str) -> Iterator[None]:
         yield
     except Exception as error:
         chain = (error, error.__cause__, getattr(error, "inner_exception", None))
-        reason = next((one for one in chain if one is not None and "cudagraph" in str(one)), None)
+        reason = next((one for one in chain if one is not None and _ABOUT_CAPTURE.search(str(one))), None)
         if reason is None:
             raise
         raise not_captured(bucket, one_line(reason)) from error

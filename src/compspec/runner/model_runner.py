@@ -48,6 +48,7 @@ class ModelRunner:
         self.adapter = adapter
         self.buckets = Buckets(config)
         self.block_size = config.cache.block_size
+        self._max_model_len = max_model_len
         self._mode: str = config.compile.mode
         self._strict = config.compile.strict
         self.uses_graphs = self._mode == "reduce-overhead" and adapter.device.type == "cuda"
@@ -81,9 +82,10 @@ class ModelRunner:
         if self.uses_graphs:
             inputs = [tensor for buffers in self._buffers.values() for tensor in buffers.tensors]
             graphs.keep_addresses([*self.k_caches, *self.v_caches, *inputs])
-        self._thread = threading.get_ident()
+        self._thread = threading.current_thread()
         self.num_eager_runs = 0
         self.num_skips = 0
+        self.late_graphs = graphs.GraphCounts()  # what torch captured and left out in forwards after the warm-up
         self._captured: set[Bucket] = set()
 
     @property
@@ -99,6 +101,7 @@ class ModelRunner:
             device=adapter.device,
             block_size=self.block_size,
             max_blocks=self.max_blocks,
+            max_model_len=self._max_model_len,
             buckets=tuple(self.buckets.all),
             exact=exact,
         )
@@ -152,8 +155,12 @@ class ModelRunner:
             the model's dtype. Rows and requests beyond `queries` hold junk. Valid until the next run.
         """
         self.num_eager_runs += self._mode == "none"
+        before = graphs.graph_counts() if self.uses_graphs else graphs.GraphCounts()
         with compiled.no_recompilation(self._mode):
-            return self._call(bucket, queries)
+            logits = self._call(bucket, queries)
+        if self.uses_graphs:
+            self.late_graphs += graphs.graph_counts() - before
+        return logits
 
     @torch.no_grad()
     def run_eager(self, bucket: Bucket, queries: Sequence[Query]) -> Tensor:
@@ -172,7 +179,7 @@ class ModelRunner:
 
     def _begin_step(self) -> None:
         """Tells CUDA graphs that the last step's outputs are no longer needed."""
-        if threading.get_ident() != self._thread:
+        if threading.current_thread() is not self._thread:
             raise UnsupportedError(
                 "CUDA graphs belong to the thread that made the engine, this is another one; make the engine in the "
                 "thread that runs it, or set compile.mode: default"
