@@ -181,8 +181,16 @@ class StandIn:
     def generate(self, backend: str, *options: Any) -> SimpleNamespace:
         """Takes the place of `flashinfer.jit.gen_batch_prefill_module`."""
         self.modules.append((backend, *options))
-        kind = {"fa2": Fa2Module, "fa3": Fa3Module}[backend]
-        return SimpleNamespace(build_and_load=lambda: kind(self, *options))
+        module = {"fa2": Fa2Module, "fa3": Fa3Module}[backend](self, *options)
+
+        def plan(*arguments: Any) -> Any:
+            """What crosses the border from C++ is an array of tvm-ffi's."""
+            import tvm_ffi
+
+            return tvm_ffi.convert(module.plan(*arguments))
+
+        loaded = SimpleNamespace(plan=plan, ragged_run=None, paged_run=module.paged_run)
+        return SimpleNamespace(build_and_load=lambda: loaded)
 
     def clear(self) -> None:
         """Forgets the calls so far."""
@@ -194,7 +202,6 @@ class Module:
     """One compiled module. Arguments are those that cross the border to C++, in its order."""
 
     backend = ""
-    ragged_run = None  # asked for by name, never called
 
     def __init__(
         self,

@@ -446,9 +446,12 @@ def _poison(
     prompts: list[list[int]],
     params: list[SamplingParams],
 ) -> None:
-    """Blocks that no request holds are filled with the largest numbers; on a CPU with NaN."""
-    value = float("nan") if machine.device.type == "cpu" else torch.finfo(torch.bfloat16).max
-    for cache in (*engine.runner.k_caches, *engine.runner.v_caches):
+    """All blocks are filled with numbers that would be seen: huge ones; on a CPU with NaN."""
+    on_cpu = machine.device.type == "cpu"
+    key, value = (float("nan"),) * 2 if on_cpu else (torch.finfo(torch.bfloat16).max, 1e30)
+    for cache in engine.runner.k_caches:
+        cache.fill_(key)
+    for cache in engine.runner.v_caches:
         cache.fill_(value)
     _compare_outputs(report, f"all blocks hold {value:g}", wanted, _run(engine, prompts, params), bits=True)
 

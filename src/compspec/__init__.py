@@ -14,11 +14,11 @@ from compspec.errors import (
 )
 from compspec.request import FinishReason, Logprob
 from compspec.sampling.params import SamplingParams
+from compspec.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from compspec.llm import LLM, Chunk, CompletionOutput, RequestOutput, Stream
 
-__version__ = "0.1.0"
 
 __all__ = [
     "LLM",

@@ -1,6 +1,7 @@
 """What this machine can do: versions, devices, attention, compilers, folders."""
 
 import importlib.metadata
+import logging
 import os
 import shutil
 from dataclasses import dataclass
@@ -11,8 +12,10 @@ import torch
 from compspec.attention import choose, flashinfer, prebuilt, varlen
 from compspec.attention.backend import AttentionSetup, LayerSpec
 from compspec.config import CacheSection, default_cache_path
-from compspec.errors import CompspecError
+from compspec.errors import CompspecError, one_line
 from compspec.kernels.linear import has_native_bf16
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +46,9 @@ def examine_gpu(device: torch.device | None = None, settings: dict[str, object] 
         trial = run_trial(device or torch.device("cuda", torch.cuda.current_device()), settings)
     except CompspecError as error:
         return [Finding(name="trial", value=str(error), good=False)]
+    except Exception as error:  # compilers, drivers and kernels each raise their own; the report is worth having
+        logger.debug("the trial failed", exc_info=True)
+        return [Finding(name="trial", value=f"{type(error).__name__}: {one_line(error)}", good=False)]
     captured = (
         f"{trial.num_cuda_graphs} of {trial.num_buckets} shapes captured, {trial.num_skips} graphs left out, "
         f"{trial.num_rerecordings} captured and {trial.num_recompilations} compiled after start-up"
@@ -60,8 +66,15 @@ def examine_gpu(device: torch.device | None = None, settings: dict[str, object] 
 
 def _versions() -> Finding:
     names = ("compspec", "torch", "transformers", "accelerate", "gguf")
-    found = [f"{name} {importlib.metadata.version(name)}" for name in names]
+    found = [f"{name} {_version(name)}" for name in names]
     return Finding(name="versions", value=", ".join(found), good=None)
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
 
 
 def _cpu() -> Finding:

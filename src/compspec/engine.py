@@ -1,6 +1,5 @@
 """The engine: token ids in, token ids out. `Engine.step` is the whole algorithm."""
 
-import importlib.metadata
 import itertools
 import logging
 import secrets
@@ -33,6 +32,7 @@ from compspec.scoring.multi_query import MultiQueryScorer
 from compspec.scoring.prompt import PromptScorer
 from compspec.scoring.scorer import Scorer
 from compspec.stats import SpecStats
+from compspec.version import __version__
 
 logger = logging.getLogger(__name__)
 
@@ -249,7 +249,7 @@ class Engine:
         buckets = self.runner.buckets
         exact, policy = self.config.numerics.mode == "exact", self.config.numerics.self_test
         code = self.runner.attention.implementation
-        parts = [self.loaded.fingerprint, self.config.compile.mode, code, importlib.metadata.version("compspec")]
+        parts = [self.loaded.fingerprint, self.config.compile.mode, code, __version__]
         stored = StoredSelfTest(self.runner, parts, self.config.cache_path / "self_test")
         known = stored.load() if exact and policy != "skip" else None
         if exact and policy == "skip":

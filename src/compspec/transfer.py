@@ -50,6 +50,7 @@ class CopyFence:
     """Keeps the host from writing into pinned memory while a copy out of it is on its way. On a CPU it does nothing."""
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._event: Any = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
@@ -60,4 +61,5 @@ class CopyFence:
     def raise_(self) -> None:
         """Stands after the copies that have been started so far."""
         if self._event is not None:
-            self._event.record()
+            # Copies go through the stream of their device, which need not be the current one.
+            self._event.record(torch.cuda.current_stream(self._device))

@@ -143,8 +143,8 @@ class FakeEvent:
     def __init__(self) -> None:
         self.calls: list[str] = []
 
-    def record(self) -> None:
-        self.calls.append("record")
+    def record(self, stream: str) -> None:
+        self.calls.append(f"record {stream}")
 
     def synchronize(self) -> None:
         self.calls.append("synchronize")
@@ -170,12 +170,14 @@ def test_a_fence_on_a_gpu_waits_for_the_event_that_stands_after_the_copies(monke
         return events[-1]
 
     monkeypatch.setattr(transfer.torch.cuda, "Event", make)
-    fence = CopyFence(torch.device("cuda"))
+    # The stream of the fence's own device, which need not be the current one.
+    monkeypatch.setattr(transfer.torch.cuda, "current_stream", lambda device: f"stream of {device}")
+    fence = CopyFence(torch.device("cuda", 1))
     fence.wait()
     fence.raise_()
     fence.wait()
     (event,) = events
-    assert event.calls == ["synchronize", "record", "synchronize"]
+    assert event.calls == ["synchronize", "record stream of cuda:1", "synchronize"]
 
 
 class FakeFence:

@@ -258,7 +258,8 @@ def storable_values(value: Tensor) -> Tensor:
     """Values as they go into the cache. On CUDA those that are no numbers count as zero.
 
     Tensor cores multiply what is masked by zero, and zero times infinity is NaN: one overflown draft, or a stale
-    page, would reach the rows before it.
+    page, would reach the rows before it. Values are expected to stay below 1e36: FlashInfer may sum masked ones of a
+    tile before it multiplies the sum by zero.
     """
     return value.nan_to_num(0.0, 0.0, 0.0) if value.is_cuda else value
 

@@ -176,11 +176,13 @@ class _BucketAttention:
         # The copies out of pinned memory, ours and the planner's, must be over before it is written again.
         self._fence.wait()
         staged = self._stage(indices)
-        sent = self._sent_indices[: len(indices.kv_indices)]
-        sent.copy_(staged["kv_indices"], non_blocking=True)
-        for spec, wrapper in self._wrappers.items():
-            self._plan_layer(wrapper, spec, staged, sent)
-        self._fence.raise_()
+        try:
+            sent = self._sent_indices[: len(indices.kv_indices)]
+            sent.copy_(staged["kv_indices"], non_blocking=True)
+            for spec, wrapper in self._wrappers.items():
+                self._plan_layer(wrapper, spec, staged, sent)
+        finally:
+            self._fence.raise_()
         self.num_plans += 1
         return FlashInferPlan(self, self.num_plans)
 

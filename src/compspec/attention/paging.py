@@ -41,6 +41,7 @@ def paged_indices(
     """
     lengths = starts + query_len
     num_pages = -(-lengths // block_size)
+    assert num_pages.max() <= block_table.shape[1], "the table is too narrow for the rows of padding"
     taken = np.arange(block_table.shape[1]) < num_pages[:, None]
     return PagedIndices(
         qo_indptr=np.arange(len(starts) + 1, dtype=np.int32) * np.int32(query_len),

@@ -1,4 +1,4 @@
-"""Proves at start-up that a compiled step computes what the model computes, and really writes the KV cache.
+"""Proves at start-up that compiled decoding computes what the model computes, and really writes the KV cache.
 
 What compares compiled steps with one another cannot see a compiler that takes one layer for another, or that writes
 keys and values into a copy of the cache.
@@ -16,6 +16,9 @@ from compspec.models.self_check import TOLERANCE, relative_error
 from compspec.runner.buckets import Buckets
 from compspec.runner.inputs import Query
 
+# Enough for the few rows that may differ more (see `relative_error`) to be few.
+_FEWEST_ROWS = 24
+
 
 class Runner(Protocol):
     """What the check needs of a `ModelRunner`."""
@@ -31,21 +34,21 @@ class Runner(Protocol):
 
 
 def check_compiled(runner: Runner) -> None:
-    """Runs the smallest decode bucket on two windows of one request, compiled and not. No request may be running.
+    """Runs the smallest decode bucket on windows of one request, compiled and not. No request may be running.
 
     Raises:
         NumericsError: the logits differ by more than kernels round.
     """
     bucket = min(runner.buckets.decode, key=lambda one: one.num_tokens)
     room = min(min(runner.num_blocks - 1, runner.max_blocks) * runner.block_size, runner.adapter.max_model_len)
-    rows = min(bucket.query_len, room // 2)
-    if rows == 0:
-        return
+    rows = min(bucket.query_len, room)
+    count = min(max(2, -(-_FEWEST_ROWS // rows)), room // rows)
     generator = torch.Generator().manual_seed(3)
-    tokens = torch.randint(runner.adapter.vocab_size, (2 * rows,), generator=generator).tolist()
+    tokens = torch.randint(runner.adapter.vocab_size, (count * rows,), generator=generator).tolist()
     blocks = list(range(1, runner.num_blocks))
-    windows = [Query(token_ids=tokens[at : at + rows], start=at, block_ids=blocks) for at in (0, rows)]
-    # The second window reads what the first has written. The compiled step is first: it must not find the other's.
+    starts = range(0, count * rows, rows)
+    windows = [Query(token_ids=tokens[at : at + rows], start=at, block_ids=blocks) for at in starts]
+    # Windows read what those before them have written. The compiled step is first: it must not find the other's.
     found, wanted = (
         torch.cat([run(bucket, [window])[0, :rows].clone() for window in windows])
         for run in (runner.run, runner.run_eager)

@@ -85,9 +85,11 @@ class InputBuffers:
             self._seq_lens[row] = 1
             self.block_table[row] = SCRATCH_BLOCK
         if self._pinned:
-            for source, target in zip(self._host, self._device, strict=True):
-                target.copy_(source, non_blocking=True)
-            self._fence.raise_()
+            try:
+                for source, target in zip(self._host, self._device, strict=True):
+                    target.copy_(source, non_blocking=True)
+            finally:
+                self._fence.raise_()
         return self.tensors
 
     def _fill_request(self, row: int, query: Query) -> None:

@@ -2,7 +2,8 @@
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from compspec.attention import make_backend
 from compspec.attention.backend import AttentionSetup, in_force
 from compspec.batch import Bucket
 from compspec.config import EngineConfig
-from compspec.errors import UnsupportedError
+from compspec.errors import CapacityError, UnsupportedError, one_line
 from compspec.models.adapter import ModelAdapter
 from compspec.runner import compiled, graphs, kv_cache
 from compspec.runner.buckets import Buckets
@@ -29,6 +30,17 @@ _TABLE_STEP = 512
 
 # The first call warms up, the second captures, the third replays.
 _CAPTURE_CALLS = 3
+
+
+@contextmanager
+def _clear_memory_errors(bucket: Bucket) -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise CapacityError(
+            f"no memory for the forward of {bucket}: {one_line(error)}; lower cache.memory, scheduler.max_num_seqs, "
+            "numerics.prefill_chunk or model.max_model_len"
+        ) from error
 
 
 class ModelRunner:
@@ -59,9 +71,7 @@ class ModelRunner:
         exact = config.numerics.mode == "exact"
         self.attention = make_backend(self._attention_setup(exact), config.model.attention)
         if exact:
-            arithmetic = self.attention.arithmetic
-            widest = arithmetic(self.buckets.widest_decode)
-            self.buckets.restrict_decode([one for one in self.buckets.decode if arithmetic(one) == widest])
+            self._drop_other_arithmetic()
         self.memory = kv_cache.plan_memory(config, adapter, max_model_len, kv_cache.available_bytes(adapter.device))
         self.num_blocks = self.memory.num_blocks
         if exact:
@@ -88,6 +98,16 @@ class ModelRunner:
         self.late_graphs = graphs.GraphCounts()  # what torch captured and left out in forwards after the warm-up
         self._captured: set[Bucket] = set()
 
+    def _drop_other_arithmetic(self) -> None:
+        """Leaves the decode buckets whose attention computes rows in the order of the widest."""
+        arithmetic, decode = self.attention.arithmetic, self.buckets.decode
+        widest = self.buckets.widest_decode
+        keep = [bucket for bucket in decode if arithmetic(bucket) == arithmetic(widest)]
+        dropped = [str(bucket) for bucket in decode if bucket not in keep]
+        if dropped:
+            logger.info("not used, because their attention is not that of %s: %s", widest, ", ".join(dropped))
+        self.buckets.restrict_decode(keep)
+
     @property
     def num_graphs(self) -> int:
         """Buckets in use that are one CUDA graph each."""
@@ -110,12 +130,13 @@ class ModelRunner:
         """Compiles every bucket, the largest first, on scratch rows, and captures it where graphs are used.
 
         Raises:
+            CapacityError: the forward of a bucket does not fit beside the cache.
             UnsupportedError: no working compiler; or `compile.strict`, and a bucket is not one CUDA graph.
             NumericsError: the compiled step computes something else than the model.
         """
         for bucket in self.buckets.all:
             watch = compiled.Stopwatch()
-            with torch.no_grad(), compiled.clear_compile_errors():
+            with torch.no_grad(), compiled.clear_compile_errors(), _clear_memory_errors(bucket):
                 if self.uses_graphs:
                     self._capture(bucket)
                 else:

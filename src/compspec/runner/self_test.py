@@ -54,33 +54,38 @@ class SelfTestResult:
 
 def run_self_test(runner: ModelRunner) -> SelfTestResult:
     """Measures every decode bucket; a few forwards each. Uses KV blocks, so no request may be running."""
-    reference: dict[int, Tensor] = {}
-    equal: list[Bucket] = []
-    different: list[Bucket] = []
-    dependent: list[Bucket] = []
     widest = max(bucket.query_len for bucket in runner.buckets.decode)
     contexts, num_rows = _contexts(runner, max(widest, _FEWEST_ROWS))
     layers = products(runner.adapter.module)
     most = runner.buckets.widest_decode.num_tokens
-    for bucket in sorted(runner.buckets.decode, key=lambda b: -b.num_tokens):
-        same = not any(rows_differ(layer, bucket.num_tokens, most) for layer in layers)
-        # In the reference itself a difference is one between places.
-        agrees, independent = same, same or bucket.num_tokens < most
-        for context in contexts:
+    buckets = sorted(runner.buckets.decode, key=lambda bucket: -bucket.num_tokens)
+    agrees = {bucket: not any(rows_differ(layer, bucket.num_tokens, most) for layer in layers) for bucket in buckets}
+    # In the reference itself a difference is one between places.
+    independent = {bucket: agrees[bucket] or bucket.num_tokens < most for bucket in buckets}
+    for context in contexts:
+        reference: Tensor | None = None
+        for bucket in buckets:
             probe = _Probe(runner, bucket, context, num_rows, contexts)
+            if reference is None:
+                probe.fill()  # once for all buckets: they write what comes after the context alone
             one_by_one = probe.one_by_one()
-            independent &= all(torch.equal(rows, one_by_one) for rows in probe.variations())
-            agrees &= torch.equal(one_by_one, reference.setdefault(context, one_by_one))
-        (dependent if not independent else equal if agrees else different).append(bucket)
-    return SelfTestResult(equal=tuple(equal), different=tuple(different), dependent=tuple(dependent))
+            independent[bucket] &= all(torch.equal(rows, one_by_one) for rows in probe.variations())
+            reference = one_by_one if reference is None else reference
+            agrees[bucket] &= torch.equal(one_by_one, reference)
+    return SelfTestResult(
+        equal=tuple(bucket for bucket in buckets if independent[bucket] and agrees[bucket]),
+        different=tuple(bucket for bucket in buckets if independent[bucket] and not agrees[bucket]),
+        dependent=tuple(bucket for bucket in buckets if not independent[bucket]),
+    )
 
 
 def _contexts(runner: ModelRunner, num_rows: int) -> tuple[list[int], int]:
     """Context lengths at which the probe fits the cache, and how many rows are probed after each."""
     usable = min(min(runner.num_blocks - 1, runner.max_blocks) * runner.block_size, runner.adapter.max_model_len)
-    windows = {layer.spec.window for layer in runner.adapter.layers if layer.spec.window}
-    # A short window is left in the longest of the others already.
-    beyond = {window + _BEYOND_WINDOW for window in windows if window + _BEYOND_WINDOW > max(_CONTEXTS)}
+    windows = {layer.spec.window for layer in runner.adapter.layers if 0 < layer.spec.window < usable}
+    # As far beyond as there is room. A short window is left in the longest of the others already.
+    beyond = {min(window + _BEYOND_WINDOW, usable - num_rows) for window in windows}
+    beyond = {context for context in beyond if context > max(_CONTEXTS)}
     fitting = [context for context in (*_CONTEXTS, *sorted(beyond)) if context + num_rows <= usable]
     return (fitting, num_rows) if fitting else ([0], min(num_rows, usable))
 
@@ -105,7 +110,6 @@ class _Probe:
         self._blocks = list(range(1, runner.num_blocks))
         # Neighbours live in the scratch block alone; what they read is junk, and that must not matter.
         self._other_blocks = [SCRATCH_BLOCK] * (-(-length // runner.block_size))
-        self._fill(self._tokens, self._blocks)
 
     def one_by_one(self) -> Tensor:
         """Plain decoding: one real row per step, alone."""
@@ -142,12 +146,13 @@ class _Probe:
         start = self._starts[(index + 1) % len(self._starts)]
         return Query(token_ids=self._other[start : start + count], start=start, block_ids=self._other_blocks)
 
-    def _fill(self, tokens: Sequence[int], blocks: Sequence[int]) -> None:
+    def fill(self) -> None:
+        """Writes the context into the cache."""
         largest = self._runner.buckets.prefill[-1].query_len
         for start in range(0, self._context, largest):
-            part = tokens[start : min(start + largest, self._context)]
+            part = self._tokens[start : min(start + largest, self._context)]
             bucket = self._runner.buckets.select(1, len(part), is_prefill=True)
-            self._runner.run(bucket, [Query(token_ids=part, start=start, block_ids=blocks)])
+            self._runner.run(bucket, [Query(token_ids=part, start=start, block_ids=self._blocks)])
 
 
 class StoredSelfTest:

@@ -133,16 +133,9 @@ class Caches:
             torch.testing.assert_close(found[real], expected[real], atol=TOLERANCE, rtol=TOLERANCE)
 
 
-@pytest.fixture
-def small_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Partial results of split keys need less where heads are small, and 384 MiB take a while to clear."""
-    monkeypatch.setattr(flashinfer, "_FLOAT_WORKSPACE", {True: 1 << 20, False: 32 << 20}, raising=False)
-
-
 # What it computes
 
 
-@pytest.mark.usefixtures("small_workspace")
 @pytest.mark.parametrize(
     ("exact", "auto"), [(True, "fa2"), (False, "fa2"), (False, "fa3")], ids=["exact", "fast", "fast on Hopper"]
 )
@@ -416,7 +409,6 @@ SHAPES = [
 ]
 
 
-@pytest.mark.usefixtures("small_workspace")
 @pytest.mark.parametrize("exact", [True, False], ids=["exact", "fast"])
 @pytest.mark.parametrize("num_sm", [1, 132])
 @pytest.mark.parametrize("heads", [(4, 2), (12, 1), (8, 8)], ids=str)
@@ -492,7 +484,6 @@ def test_a_poisoned_workspace_changes_nothing(stand_in: StandIn, backend: FlashI
     assert all(plan.padded_num_blocks > plan.num_blocks for plan in stand_in.plans)
 
 
-@pytest.mark.usefixtures("small_workspace")
 @pytest.mark.parametrize("exact", [True, False], ids=["exact", "fast"])
 def test_arguments(exact: bool) -> None:
     pytest.importorskip("flashinfer")
@@ -531,7 +522,6 @@ def test_the_types_are_those_of_the_model(stand_in: StandIn, dtype: torch.dtype)
     assert {run.out.dtype for run in stand_in.runs} == {dtype}
 
 
-@pytest.mark.usefixtures("small_workspace")
 @pytest.mark.parametrize(
     ("exact", "auto", "prefill", "backends"),
     [
@@ -573,16 +563,30 @@ def test_fast_numerics_have_room_for_the_partial_results_of_2048_tokens(
 # When it serves
 
 
-def test_what_flashinfer_raises_becomes_an_error_of_ours(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("step", ["import", "compile"])
+def test_what_flashinfer_raises_becomes_an_error_of_ours(
+    stand_in: StandIn, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    from flashinfer import prefill
+
     def broken(*_: Any) -> None:
         raise RuntimeError("ninja\nfailed")
 
-    monkeypatch.setattr(stand_in, "generate", broken)
-    import flashinfer.prefill
-
-    monkeypatch.setattr(flashinfer.prefill, "gen_batch_prefill_module", broken)
+    if step == "import":
+        monkeypatch.setattr(flashinfer.prebuilt, "use", broken)
+    else:
+        monkeypatch.setattr(prefill, "gen_batch_prefill_module", broken)
     with pytest.raises(UnsupportedError, match=r"FlashInfer cannot run here \(RuntimeError: ninja failed\); see comp"):
         FlashInferBackend(make_setup())
+
+
+def test_the_implementation_names_what_decides_the_bits(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its version, and the compiler of kernels that were compiled ahead of time."""
+    version = importlib.metadata.version("flashinfer-python")
+    assert FlashInferBackend(make_setup(buckets=(PLAIN,))).implementation == f"flashinfer {version}"
+    monkeypatch.setattr(flashinfer.prebuilt, "use", lambda setup: "nvcc 13.0.88")
+    named = FlashInferBackend(make_setup(buckets=(PLAIN,))).implementation
+    assert named == f"flashinfer {version} (nvcc 13.0.88)"
 
 
 def test_memory_that_is_not_there_is_a_matter_of_capacity(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:

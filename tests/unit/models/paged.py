@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from compspec.attention.backend import in_force
+from compspec.attention.cpu import CpuBackend
 from compspec.models import ModelAdapter
 
 BLOCK_SIZE = 4
@@ -52,7 +54,7 @@ class PagedRun:
             lengths[index] = max(1, start + len(chunk))
             kept[index] = min(advance, len(chunk))
         keep = torch.arange(num * rows)
-        with torch.no_grad():
+        with torch.no_grad(), in_force(CpuBackend(self.adapter.dtype)):
             logits = self.adapter.forward(
                 ids.view(1, -1), positions.view(1, -1), slots.view(-1), self.table, lengths, BLOCK_SIZE, keep
             )

@@ -1,5 +1,6 @@
 """The start-up check sees a compiled step that is not the model: layers mixed up, writes lost, and nothing else."""
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,28 @@ def test_layers_that_run_with_the_first_ones_weights_are_found(engine: Engine, m
     stand_in(engine, monkeypatch, mixed_up)
     with pytest.raises(NumericsError, match=r"compiles LlamaForCausalLM into something else.*compile\.mode: none"):
         check_compiled(engine.runner)
+
+
+@pytest.mark.parametrize(("share", "passes"), [(24, True), (3, False)])
+def test_a_few_rows_may_differ_more_as_with_experts(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, share: int, passes: bool
+) -> None:
+    """One of 24 rows far off, or one of three."""
+    rows = itertools.count()
+
+    def off(step: Any, inputs: tuple[Tensor, ...]) -> Tensor:
+        out = step(*inputs).clone()
+        for row in range(min(engine.runner.buckets.decode, key=lambda bucket: bucket.num_tokens).query_len):
+            if next(rows) % share == 0:
+                out[row] = -out[row]
+        return out
+
+    stand_in(engine, monkeypatch, off)
+    if passes:
+        check_compiled(engine.runner)
+    else:
+        with pytest.raises(NumericsError):
+            check_compiled(engine.runner)
 
 
 def test_writes_that_go_into_a_copy_of_the_cache_are_found(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
