@@ -664,7 +664,7 @@ def installed(**options: Any) -> Iterator[StandIn]:
         patch.setattr(prefill, "gen_batch_prefill_module", stand_in.generate)
         patch.setattr(prefill, "get_batch_prefill_uri", lambda *_: "stand_in")  # has no name for fp32
         patch.setattr(prefill, "determine_attention_backend", lambda *_, **__: stand_in.auto)
-        patch.setattr(backend_module.prebuilt, "use", lambda setup: None)
+        patch.setattr(backend_module.prebuilt, "use", lambda setup, **options: None)
         patch.setattr(backend_module, "_num_multiprocessors", lambda device: stand_in.num_sm)
         yield stand_in
     prefill.get_batch_prefill_module.cache_clear()

@@ -32,8 +32,8 @@ class ModelSection(Section):
     trust_remote_code: bool = False
     attention: Literal["auto", "flashinfer", "varlen", "sdpa", "cpu"] = Field(
         "auto",
-        description="auto: the C++ kernel on CPU; FlashInfer on CUDA, else torch's variable-length attention (where "
-        "cache.block_size is a multiple of 256), else sdpa, a slow reference",
+        description="auto: the C++ kernel on CPU; FlashInfer on CUDA, else torch's variable-length attention (torch "
+        "2.12, cache.block_size a multiple of 256), else sdpa, a slow reference",
     )
     cpu_linear: Literal["auto", "native", "kernel"] = Field(
         "auto",

@@ -18,7 +18,7 @@ from tests.tiny_models import tiny_model_folder
 READS = {Tensor.tolist, Tensor.item, Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.numpy}
 # Operators whose result has a size that only the device knows, or that read a value.
 SIZED_BY_VALUES = {"nonzero", "masked_select", "bincount", "_unique2", "unique_dim", "repeat_interleave"}
-# Each of these would be a copy from pageable memory, for which the host waits. `upload` is the way instead.
+# Copies from pageable memory, for which the host waits. `upload` is the way instead. (The model itself calls `to`.)
 COPIES = {torch.tensor, torch.as_tensor, Tensor.cuda, Tensor.cpu}
 
 

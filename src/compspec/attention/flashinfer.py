@@ -92,7 +92,7 @@ class FlashInferBackend:
         self._kinds = tuple(dict.fromkeys(setup.layers))
         prefill = prefill or ("fa2" if setup.exact else "auto")
         try:
-            compiler = prebuilt.use(setup)
+            compiler = prebuilt.use(setup, only_fa2=prefill == "fa2")
             self.implementation = f"flashinfer {_version()}" + (f" ({compiler})" if compiler else "")
             workspace = torch.zeros(_float_workspace(setup), dtype=torch.uint8, device=setup.device)
             self._buckets = {bucket: _BucketAttention(bucket, setup, workspace, prefill) for bucket in setup.buckets}

@@ -177,10 +177,14 @@ def missing(modules: Iterable[KernelModule], arch: str, cache_path: Path | None 
     return {module: flaw for module, flaw in flaws.items() if flaw is not None}
 
 
-def use(setup: AttentionSetup) -> str | None:
+def use(setup: AttentionSetup, *, only_fa2: bool = False) -> str | None:
     """Makes FlashInfer load kernels from the cache folder, where all that are needed are there.
 
     A folder of compiled kernels that FlashInfer has already (the package flashinfer-jit-cache) stays in use.
+
+    Args:
+        setup: what the runner needs.
+        only_fa2: prompt chunks of fast numerics run on fa2 as well.
 
     Returns:
         What compiled them ("nvcc 13.0.88"): kernels of another compiler may round differently. None where FlashInfer
@@ -199,7 +203,7 @@ def use(setup: AttentionSetup) -> str | None:
     if len(here) > 1:  # FlashInfer loads a kernel once per process, for all GPUs
         logger.info("kernels compiled ahead of time are for one architecture, the GPUs here have %s", sorted(here))
         return None
-    modules = needed(setup.layers, setup.dtype, setup.exact, arch)
+    modules = needed(setup.layers, setup.dtype, setup.exact or only_fa2, arch)
     lacking = missing(modules, arch)
     folder = kernel_folder(arch)
     for module, reason in lacking.items():

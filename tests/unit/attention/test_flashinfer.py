@@ -569,7 +569,7 @@ def test_what_flashinfer_raises_becomes_an_error_of_ours(
 ) -> None:
     from flashinfer import prefill
 
-    def broken(*_: Any) -> None:
+    def broken(*_: Any, **__: Any) -> None:
         raise RuntimeError("ninja\nfailed")
 
     if step == "import":
@@ -584,7 +584,7 @@ def test_the_implementation_names_what_decides_the_bits(stand_in: StandIn, monke
     """Its version, and the compiler of kernels that were compiled ahead of time."""
     version = importlib.metadata.version("flashinfer-python")
     assert FlashInferBackend(make_setup(buckets=(PLAIN,))).implementation == f"flashinfer {version}"
-    monkeypatch.setattr(flashinfer.prebuilt, "use", lambda setup: "nvcc 13.0.88")
+    monkeypatch.setattr(flashinfer.prebuilt, "use", lambda setup, **options: "nvcc 13.0.88")
     named = FlashInferBackend(make_setup(buckets=(PLAIN,))).implementation
     assert named == f"flashinfer {version} (nvcc 13.0.88)"
 

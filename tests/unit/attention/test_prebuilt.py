@@ -147,7 +147,7 @@ def loaded_names(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[li
     monkeypatch.setattr(core.JitSpec, "build_and_load", build_and_load)
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *size, pin_memory=False, **options: empty(*size, **options))
-    monkeypatch.setattr(prebuilt, "use", lambda setup: None)
+    monkeypatch.setattr(prebuilt, "use", lambda setup, **options: None)
     flashinfer.prefill.get_batch_prefill_module.cache_clear()
     yield names
     flashinfer.prefill.get_batch_prefill_module.cache_clear()
