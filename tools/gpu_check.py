@@ -11,7 +11,6 @@ unless --jit is given: tools/build_kernels.py compiles them ahead of time.
 
 import argparse
 import functools
-import importlib.metadata
 import json
 import multiprocessing
 import os
@@ -148,7 +147,7 @@ Section = Callable[[Machine, Report], None]
 def versions(machine: Machine, report: Report) -> None:
     """What is installed, and what the doctor says."""
     names = ("torch", "transformers", "accelerate", "flashinfer-python", "apache-tvm-ffi", "triton", "numpy")
-    found = {name: _version(name) for name in names}
+    found = {name: doctor.package_version(name) for name in names}
     report.add("packages", ", ".join(f"{name} {value}" for name, value in found.items()), detail=True, versions=found)
     host = f"{platform.platform()}, {os.cpu_count()} CPUs, Python {platform.python_version()}"
     report.add("host", host, detail=True)
@@ -160,13 +159,6 @@ def versions(machine: Machine, report: Report) -> None:
         report.add("gpu", f"{value}, CUDA {torch.version.cuda}, driver {driver}", memory=properties.total_memory)
     for finding in doctor.examine():
         report.add(f"doctor: {finding.name}", finding.value, detail=True)
-
-
-def _version(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return "none"
 
 
 def _command(*words: str) -> str:

@@ -66,11 +66,12 @@ def examine_gpu(device: torch.device | None = None, settings: dict[str, object] 
 
 def _versions() -> Finding:
     names = ("compspec", "torch", "transformers", "accelerate", "gguf")
-    found = [f"{name} {_version(name)}" for name in names]
+    found = [f"{name} {package_version(name)}" for name in names]
     return Finding(name="versions", value=", ".join(found), good=None)
 
 
-def _version(name: str) -> str:
+def package_version(name: str) -> str:
+    """The installed version of a distribution, or "none"."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -94,7 +95,7 @@ def _flashinfer() -> Finding:
     reason = flashinfer.unavailable()
     if reason is not None:
         return Finding(name="flashinfer", value=reason, good=False)
-    version = importlib.metadata.version("flashinfer-python")
+    version = package_version("flashinfer-python")
     if not torch.cuda.is_available():
         return Finding(name="flashinfer", value=f"{version}, without a GPU to run on", good=None)
     return Finding(name="flashinfer", value=version, good=True)

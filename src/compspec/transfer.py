@@ -16,6 +16,10 @@ def upload(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]
 
     The pinned memory between comes from torch's caching allocator, which does not hand it out again before the
     copy is over.
+
+    Returns:
+        A tensor of the same type and shape for each array. On a GPU they are parts of one, valid once the current
+        stream gets there.
     """
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]

@@ -11,6 +11,7 @@ The operator runs the plan in force. What the host has to decide for a forward i
 `AttentionBackend.plan`, outside of compiled and captured code; a forward without a plan is an error.
 """
 
+from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -114,6 +115,7 @@ class AttentionSetup:
 class AttentionPlan(Protocol):
     """Attention of one forward: what the operator calls, once per layer."""
 
+    @abstractmethod
     def paged_attention(
         self,
         q: Tensor,
@@ -150,12 +152,8 @@ class AttentionBackend(Protocol):
     """An implementation of `compspec::paged_attention`, made for one runner.
 
     Attributes:
-        name: as in `model.attention`.
         implementation: names the code; results measured with one do not hold for another.
     """
-
-    @property
-    def name(self) -> str: ...
 
     @property
     def implementation(self) -> str: ...
@@ -182,8 +180,8 @@ class AttentionBackend(Protocol):
         ...
 
 
-class StatelessBackend:
-    """A backend with nothing to plan: it is its own plan."""
+class StatelessBackend(AttentionPlan):
+    """A backend with nothing to plan: it is its own plan. `name` is that of `model.attention`."""
 
     name: str
 
@@ -199,22 +197,6 @@ class StatelessBackend:
     def plan(self, bucket: Bucket, block_table: NDArray[np.int32], starts: NDArray[np.int64]) -> AttentionPlan:
         """See `AttentionBackend.plan`."""
         return self
-
-    def paged_attention(
-        self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        block_table: Tensor,
-        seq_lens: Tensor,
-        query_positions: Tensor,
-        block_size: int,
-        scale: float,
-        window: int,
-        softcap: float,
-    ) -> Tensor:
-        """See `AttentionPlan.paged_attention`."""
-        raise NotImplementedError
 
 
 _in_force: ContextVar[AttentionPlan | None] = ContextVar("compspec_attention_plan", default=None)

@@ -86,8 +86,6 @@ class FlashInferBackend:
         CapacityError: the workspaces do not fit.
     """
 
-    name = "flashinfer"
-
     def __init__(self, setup: AttentionSetup, prefill: str | None = None) -> None:
         self._kinds = tuple(dict.fromkeys(setup.layers))
         prefill = prefill or ("fa2" if setup.exact else "auto")
