@@ -10,9 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from compspec.batch import Batch, DraftTokens, ScheduledRequest, StepOutput
+from compspec.batch import Batch, DraftTokens, ScheduledRequest
 from compspec.config import make_config
 from compspec.engine import Engine
+from compspec.proposers.proposer import Proposer
 from compspec.request import Request
 from compspec.sampling.noise import DRAFT_STREAM, GumbelNoise, stream_salts
 from compspec.sampling.params import SamplingParams
@@ -77,7 +78,7 @@ def make_prompts(count: int, seed: int = 0, longest: int = 90) -> list[list[int]
     return prompts
 
 
-class Scripted:
+class Scripted(Proposer):
     """A proposer whose drafts come from a function of (request, how many are allowed)."""
 
     def __init__(self, draft: Callable[[Request, int], list[int]], num_draft_tokens: int) -> None:
@@ -87,9 +88,6 @@ class Scripted:
     def propose(self, batch: Batch) -> DraftTokens:
         drafts = [self._draft(entry.request, entry.max_draft_tokens) for entry in batch.scheduled]
         return DraftTokens.from_lists(drafts, self._num_draft_tokens)
-
-    def observe(self, batch: Batch, output: StepOutput) -> None:
-        pass
 
 
 def drafting(folder: Path | str, draft: Callable[[Request, int], list[int]], k: int, **settings: Any) -> Engine:
@@ -137,7 +135,7 @@ def empty(request: Request, most: int) -> list[int]:
     return []
 
 
-class SampledDrafts:
+class SampledDrafts(Proposer):
     """A proposer that samples drafts from a distribution of its own and says which.
 
     Args:
@@ -155,9 +153,6 @@ class SampledDrafts:
         drafts = [self._draft(entry, probs[row]) for row, entry in enumerate(batch.scheduled)]
         made = DraftTokens.from_lists(drafts, self._num_draft_tokens)
         return replace(made, probs=probs)
-
-    def observe(self, batch: Batch, output: StepOutput) -> None:
-        pass
 
     def _draft(self, entry: ScheduledRequest, probs: Tensor) -> list[int]:
         tokens = entry.request.token_ids.tolist()

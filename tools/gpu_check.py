@@ -41,11 +41,12 @@ from compspec.attention.cpu import CpuBackend
 from compspec.attention.flashinfer import FlashInferBackend
 from compspec.attention.flashinfer import refusal as flashinfer_refusal
 from compspec.attention.sdpa import SdpaBackend
-from compspec.batch import Batch, Bucket, DraftTokens, StepOutput
+from compspec.batch import Batch, Bucket, DraftTokens
 from compspec.config import EngineConfig, make_config
 from compspec.engine import Engine
 from compspec.errors import CompspecError
 from compspec.models.loader import LoadedModel, random_model
+from compspec.proposers.proposer import Proposer
 from compspec.request import Request
 from compspec.runner import compiled, model_runner
 from compspec.runner.buckets import Buckets
@@ -375,7 +376,7 @@ def graphs(machine: Machine, report: Report) -> None:
         report.add(finding.name, finding.value, good)
 
 
-class _Scripted:
+class _Scripted(Proposer):
     """Drafts what the request is known to generate, right or wrong."""
 
     def __init__(self, known: dict[tuple[int, ...], list[int]], num_draft_tokens: int, error_every: int) -> None:
@@ -391,9 +392,6 @@ class _Scripted:
         right = self._known[tuple(request.token_ids[: request.num_prompt_tokens].tolist())][done : done + most]
         wrong = self._error_every and (done // 3) % self._error_every == 0
         return [(token + 1) % 512 for token in right] if wrong else right
-
-    def observe(self, batch: Batch, output: StepOutput) -> None:
-        pass
 
 
 def _law_model(machine: Machine) -> LoadedModel:

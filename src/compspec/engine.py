@@ -205,6 +205,7 @@ class Engine:
 
     def _propose(self, batch: Batch) -> DraftTokens:
         if batch.is_prefill:
+            self._proposer.prefill(batch)
             return DraftTokens.from_lists([[] for _ in batch.scheduled], 0)
         drafts = self._proposer.propose(batch)
         check_drafts(batch, drafts, self.vocab_size)

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from compspec import LLM, RequestOutput, SamplingParams
-from compspec.batch import Batch, DraftTokens, StepOutput
+from compspec.batch import Batch, DraftTokens
 from compspec.engine import Engine
+from compspec.proposers.proposer import Proposer
 from compspec.request import Request
 from compspec.stats import SpecStats
 from tests.tiny_models import tiny_model_folder, tiny_tokenizer
@@ -53,7 +54,7 @@ def some_right(num_output_tokens: int, most: int) -> int:
     return num_output_tokens % (most + 1)
 
 
-class Drafter:
+class Drafter(Proposer):
     """Drafts each request's script, `right` tokens of it and then garbage."""
 
     def __init__(self) -> None:
@@ -61,9 +62,6 @@ class Drafter:
 
     def propose(self, batch: Batch) -> DraftTokens:
         return DraftTokens.from_lists([self._draft(each.request, each.max_draft_tokens) for each in batch.scheduled], 7)
-
-    def observe(self, batch: Batch, output: StepOutput) -> None:
-        pass
 
     def _draft(self, request: Request, most: int) -> list[int]:
         (typist,) = request.params.logits_processors

@@ -7,8 +7,9 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
-from compspec.batch import Batch, DraftTokens, StepOutput
+from compspec.batch import Batch, DraftTokens
 from compspec.proposers.proposer import Options as BaseOptions
+from compspec.proposers.proposer import Proposer
 
 
 class Options(BaseOptions):
@@ -26,7 +27,7 @@ class Options(BaseOptions):
         return self
 
 
-class NgramProposer:
+class NgramProposer(Proposer):
     """The longest match of the last tokens wins; of equally long ones, the most recent."""
 
     def __init__(self, options: Options, num_draft_tokens: int) -> None:
@@ -41,9 +42,6 @@ class NgramProposer:
             for entry in batch.scheduled
         ]
         return DraftTokens.from_lists(drafts, self._num_draft_tokens)
-
-    def observe(self, batch: Batch, output: StepOutput) -> None:
-        """Stateless: the tokens themselves are the state."""
 
 
 def lookup(token_ids: NDArray[np.int32], longest: int, shortest: int, count: int) -> list[int]:

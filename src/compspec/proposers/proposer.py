@@ -2,16 +2,24 @@
 
 import importlib
 import pkgutil
-from collections.abc import Mapping
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 import compspec.proposers
 from compspec.batch import Batch, DraftTokens, StepOutput
-from compspec.config import SpeculativeSection
+from compspec.config import EngineConfig, SpeculativeSection
 from compspec.errors import ConfigError
+from compspec.models.adapter import ModelAdapter
+from compspec.models.loader import LoadedModel
+from compspec.request import Request
+from compspec.runner.model_runner import ModelRunner, Progress
+from compspec.sampling.metadata import MetadataState
 from compspec.sampling.params import describe_validation_error
+from compspec.sampling.sampler import Sampler
 
 
 class Options(BaseModel):
@@ -20,24 +28,90 @@ class Options(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """What a proposer may use of the engine that it drafts for.
+
+    Attributes:
+        config: the engine's configuration.
+        runner: of the target model; the block tables of requests are the same for every model.
+        metadata: per-slot sampling state, which draft rows read as the target's rows do.
+        sampler: the target's, noise included.
+        stream: the noise stream that sampled drafts take: the target's own where drafts are accepted iff equal, one
+            independent of it under the ratio test.
+        progress: told of each step of the start-up.
+    """
+
+    config: EngineConfig
+    runner: ModelRunner
+    metadata: MetadataState
+    sampler: Sampler
+    stream: int
+    progress: Progress | None = None
+
+
 class Proposer(Protocol):
     """Guesses tokens. A guess can only change speed: what is wrong is rejected by the verifier.
 
     A module `compspec/proposers/<name>.py` holds a class `Options` and a function
-    `make(options, num_draft_tokens) -> Proposer`.
+    `make(options, num_draft_tokens) -> Proposer`. Most proposers need `propose` alone.
+
+    The order of calls: `load`, `start`; then per step `prefill` or `propose`, and `observe`; `forget` at any time
+    between steps.
     """
 
+    @property
+    def runners(self) -> Sequence[ModelRunner]:
+        """The models that it runs beside the target, once it has started."""
+        return ()
+
+    def load(self, loaded: LoadedModel, config: EngineConfig) -> Sequence[ModelAdapter]:
+        """Loads what it needs, before the memory is planned.
+
+        Args:
+            loaded: the target.
+
+        Returns:
+            The models that need keys and values of their own in every block.
+
+        Raises:
+            CompspecError: it cannot draft for this target; the message says why.
+        """
+        return ()
+
+    def start(self, target: Target) -> None:
+        """Takes its memory, compiles and warms up. No request is running."""
+        return
+
+    def prefill(self, batch: Batch) -> None:
+        """Follows a prompt's chunk, before the target runs it. Its blocks may enter the prefix cache afterwards."""
+        return
+
+    @abstractmethod
     def propose(self, batch: Batch) -> DraftTokens:
         """Drafts for a decode step.
 
         Returns:
             token_ids [R, K] with at most `max_draft_tokens` of each scheduled request, -1 after them.
         """
-        ...
 
     def observe(self, batch: Batch, output: StepOutput) -> None:
-        """Learns what a step gave each request, prompt chunks included; tokens may go beyond an output's end."""
-        ...
+        """Learns what a step gave each request, prompt chunks included; tokens may go beyond an output's end.
+
+        The requests themselves have not changed yet.
+        """
+        return
+
+    def forget(self, request: Request) -> None:
+        """Drops the state of a request that has ended (it has a finish reason) or has lost its blocks."""
+        return
+
+    def num_computed_tokens(self, request: Request) -> int:
+        """How many of a request's tokens, from the first, its blocks are complete for, as far as this proposer goes.
+
+        Asked for requests that have blocks. The default is for proposers that keep nothing in blocks.
+        """
+        return request.num_computed_tokens
 
 
 def names() -> list[str]:
