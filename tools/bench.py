@@ -68,7 +68,7 @@ def main() -> None:
     started = time.perf_counter()
     llm = LLM(config)
     start_up_s = time.perf_counter() - started
-    jobs = _jobs(llm, args)
+    jobs = read_jobs(llm, args.prompts, args.spec_bench)
     params = SamplingParams(**{"max_tokens": args.max_tokens, **json.loads(args.params)})
     sides: dict[str, Callable[[], Round]] = {
         "compspec": lambda: _run_compspec(llm, jobs, params, args.concurrent),
@@ -86,7 +86,7 @@ def main() -> None:
         for name in list(sides)[:: 1 if index % 2 == 0 else -1]:
             rounds[name].append(sides[name]())
     report: dict[str, Any] = {
-        "machine": _machine(),
+        "machine": describe_machine(),
         "config": config.model_dump(mode="json"),
         "prompts": len(jobs),
         "prompt_tokens": sum(len(job.token_ids) for job in jobs),
@@ -129,17 +129,19 @@ def _arguments() -> argparse.Namespace:
     return args
 
 
-def _jobs(llm: LLM, args: argparse.Namespace) -> list[Job]:
-    if args.prompts is not None:
+def read_jobs(llm: LLM, prompts: Path | None, spec_bench: Path | None) -> list[Job]:
+    """The prompts of a JSONL file, or 12 of Spec-Bench's."""
+    if prompts is not None:
         jobs = []
-        for line in read_prompts(args.prompts):
+        for line in read_prompts(prompts):
             if line.prompt_token_ids is not None:
                 ids = line.prompt_token_ids
             else:
                 ids = llm.chat_token_ids(line.messages) if line.messages else llm.encode(line.prompt or "")
             jobs.append(Job(id=line.id, category="", token_ids=ids))
         return jobs
-    path = args.spec_bench / "question.jsonl" if args.spec_bench.is_dir() else args.spec_bench
+    assert spec_bench is not None
+    path = spec_bench / "question.jsonl" if spec_bench.is_dir() else spec_bench
     lines = path.read_text(encoding="utf-8").splitlines()
     questions = {question["question_id"]: question for question in map(json.loads, lines)}
     jobs = []
@@ -151,6 +153,7 @@ def _jobs(llm: LLM, args: argparse.Namespace) -> list[Job]:
 
 
 def _run_compspec(llm: LLM, jobs: list[Job], params: SamplingParams, concurrent: bool) -> Round:
+    llm.engine.reset()  # of what the last round left, this one would profit
     before = _counters(llm)
     prompts = [job.token_ids for job in jobs]
     groups = [prompts] if concurrent else [[prompt] for prompt in prompts]
@@ -272,7 +275,8 @@ def _identical(rounds: dict[str, list[Round]], one: str, other: str) -> str:
     return f"{min(counts)} of {len(rounds[one][0].outputs)}"
 
 
-def _machine() -> dict[str, Any]:
+def describe_machine() -> dict[str, Any]:
+    """What timings depend on."""
     model = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.is_file():

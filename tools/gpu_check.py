@@ -25,7 +25,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
@@ -48,7 +47,7 @@ from compspec.errors import CompspecError
 from compspec.models.loader import LoadedModel, random_model
 from compspec.proposers.proposer import Proposer
 from compspec.request import Request
-from compspec.runner import compiled, model_runner
+from compspec.runner import compiled
 from compspec.runner.buckets import Buckets
 from compspec.runner.inputs import InputBuffers, Query
 from compspec.runner.model_runner import ModelRunner
@@ -539,16 +538,10 @@ def law_fast(machine: Machine, report: Report) -> None:
     _graph_rows(machine, report, engine)
 
 
-def _timed_buckets(widths: Sequence[int]) -> type[Buckets]:
+def _timed_buckets(config: EngineConfig, widths: Sequence[int]) -> Buckets:
     """Decode shapes of one request with so many rows, and one prompt chunk."""
-
-    class Timed(Buckets):
-        def __init__(self, config: EngineConfig) -> None:
-            super().__init__(config)
-            self.decode = [Bucket(num_requests=1, query_len=width, num_logits=width) for width in widths]
-            self.prefill = self.prefill[-1:]
-
-    return Timed
+    decode = [Bucket(num_requests=1, query_len=width, num_logits=width) for width in widths]
+    return Buckets(decode, Buckets.of_target(config).prefill[-1:])
 
 
 SHAPES = {
@@ -657,8 +650,7 @@ def _time_buckets(
         cache__num_blocks=65,
         compile__mode=mode,
     )
-    with mock.patch.object(model_runner, "Buckets", _timed_buckets(widths)):
-        runner = ModelRunner(loaded.adapter, config, 1000)
+    runner = ModelRunner(loaded.adapter, config, 1000, buckets=_timed_buckets(config, widths))
     started = time.perf_counter()
     runner.warm_up()
     seconds = time.perf_counter() - started

@@ -64,10 +64,15 @@ class Batch:
     """What the scheduler chose: either prompt chunks or decode rows, never both.
 
     The two are different shapes, and a row's bits are a function of its shape, so a step is all of one.
+
+    Attributes:
+        scheduled: the requests that run.
+        preempted: those that gave their blocks back for this step.
     """
 
     scheduled: tuple[ScheduledRequest, ...]
     is_prefill: bool
+    preempted: tuple[Request, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

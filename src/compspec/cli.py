@@ -322,6 +322,17 @@ def _print_statistics(llm: "LLM") -> None:
         shares = "  ".join(f"{share:.0%}" for share in stats.acceptance_per_position)
         table.add_row("accepted by draft position", shares)
         table.add_row("drafts", f"{stats.num_accepted_tokens} of {stats.num_draft_tokens} accepted")
+    if stats.num_undrafted_steps:
+        table.add_row(
+            "not drafted",
+            f"{stats.num_undrafted_steps} of {stats.num_decode_steps} steps, because it did not pay; "
+            f"{stats.num_probes} probes",
+        )
+    if stats.num_cached_tokens:
+        share = f"{stats.prefix_cache_hit_rate:.0%}"
+        table.add_row("prefix cache", f"{stats.num_cached_tokens} of {stats.num_prompt_tokens} prompt tokens ({share})")
+    if stats.num_preemptions:
+        table.add_row("preemptions", f"{stats.num_preemptions}; more cache.memory would avoid them")
     table.add_row("start-up", f"{stats.compile_s:.1f} s for {stats.num_compiled_buckets} compiled buckets")
     table.add_row("after start-up", f"{stats.num_recompilations} recompilations, {stats.num_eager_steps} eager steps")
     if llm.engine.runner.uses_graphs:

@@ -49,6 +49,12 @@ class SpeculativeSection(BaseModel):
 
     method: str = Field("none", description="a file name in compspec/proposers: none, ngram, ...")
     num_draft_tokens: Annotated[int, Field(ge=1)] = 5
+    adaptive: bool | None = Field(
+        None,
+        description="choose the number of drafts per request and step, up to num_draft_tokens, by what drafts win and "
+        "cost as measured; none where they do not pay. Default: with verifier: equality, whose outputs do not depend "
+        "on it",
+    )
     scorer: Literal["multi_query", "batch_expansion"] = Field(
         "multi_query",
         description="how drafts are scored: as rows of one sequence, or each as a sequence of its own (a baseline; "
@@ -58,7 +64,8 @@ class SpeculativeSection(BaseModel):
         "equality",
         description="equality: a draft is kept iff the target chooses it, and the output is the same as without "
         "speculation, sampled or not; rejection: the ratio test, which keeps the distribution of sampled outputs but "
-        "not their tokens (greedy outputs stay the same)",
+        "not their tokens (greedy outputs stay the same); those hang on what is drafted, and with a method that learns "
+        "from other requests (suffix) a seed does not bring them back",
     )
     block_verification: bool = Field(
         False, description="rejection: test the drafts of a window together instead of one by one; keeps more of them"
@@ -68,6 +75,11 @@ class SpeculativeSection(BaseModel):
     def options(self) -> dict[str, Any]:
         """The method's own options."""
         return dict(self.model_extra or {})
+
+    @property
+    def is_adaptive(self) -> bool:
+        """Whether the number of drafts follows what is measured."""
+        return self.verifier == "equality" if self.adaptive is None else self.adaptive
 
     @property
     def max_draft_tokens(self) -> int:
@@ -81,6 +93,11 @@ class CacheSection(Section):
     block_size: Annotated[int, Field(ge=1, le=512)] = 16
     num_blocks: Annotated[int, Field(ge=2)] | None = Field(None, description="overrides memory")
     memory: Literal["auto"] | Annotated[float, Field(gt=0)] = Field("auto", description="GiB for the KV cache")
+    prefix_caching: bool = Field(
+        True,
+        description="requests that begin with the same tokens share their blocks: full blocks of verified tokens; in "
+        "exact numerics those of full prompt chunks (numerics.prefill_chunk)",
+    )
 
     @field_validator("block_size")
     @classmethod
@@ -170,6 +187,11 @@ class EngineConfig(Section):
             raise ValueError(
                 "speculative.block_verification is an option of speculative.verifier: rejection, which is "
                 f"{self.speculative.verifier}"
+            )
+        if self.speculative.adaptive and self.speculative.verifier == "rejection":
+            raise ValueError(
+                "speculative.adaptive follows measured times, and with speculative.verifier: rejection sampled outputs "
+                "depend on how much is drafted, so they could not be reproduced; leave one of the two out"
             )
         if self.sampling.logits_processors:
             raise ValueError("sampling.logits_processors are code and no configuration; give them with each request")

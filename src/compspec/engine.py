@@ -8,24 +8,26 @@ from collections.abc import Sequence
 
 import torch
 
-from compspec.batch import Batch, DraftTokens
+from compspec.batch import Batch, DraftTokens, StepOutput
 from compspec.config import EngineConfig
 from compspec.errors import ConfigError, NumericsError, RequestError, UnsupportedError
 from compspec.models.loader import LoadedModel, load_model
-from compspec.proposers.proposer import Proposer, check_drafts, make_proposer
+from compspec.proposers.proposer import Proposer, Target, check_drafts, make_proposer
 from compspec.request import EndCheck, FinishReason, Request, TokenDelta
 from compspec.runner import compiled
 from compspec.runner.model_runner import ModelRunner, Progress
 from compspec.runner.self_test import SelfTestResult, StoredSelfTest, run_self_test
 from compspec.sampling.logprobs import step_logprobs
 from compspec.sampling.metadata import MetadataState, group_sizes
-from compspec.sampling.noise import GumbelNoise
+from compspec.sampling.noise import DRAFT_STREAM, TARGET_STREAM, GumbelNoise
 from compspec.sampling.params import SamplingParams
 from compspec.sampling.rejection import RejectionVerifier
 from compspec.sampling.sampler import Sampler
 from compspec.sampling.verifier import EqualityVerifier, Verifier
 from compspec.scheduling.admission import Limits, check_request
 from compspec.scheduling.block_pool import BlockPool
+from compspec.scheduling.draft_length import DraftLengths
+from compspec.scheduling.prefix_cache import PrefixCache
 from compspec.scheduling.scheduler import Scheduler
 from compspec.scoring.batch_expansion import BatchExpansionScorer
 from compspec.scoring.multi_query import MultiQueryScorer
@@ -69,19 +71,24 @@ class Engine:
         if proposer is not None and self._max_draft_tokens == 0:
             raise ConfigError("a proposer is given, but speculative.method is none; name the method it stands in for")
         loaded = loaded or load_model(config.model, config.cache_path)
+        beside = self._proposer.load(loaded, config)
         self.loaded = loaded
         adapter = loaded.adapter
         self.max_model_len = adapter.max_model_len
         self.vocab_size = adapter.vocab_size
         self.stats = SpecStats()
-        self.runner = ModelRunner(adapter, config, self.max_model_len)
+        self.runner = ModelRunner(adapter, config, self.max_model_len, beside=beside)
         self.pool = BlockPool(self.runner.num_blocks, config.cache.block_size)
+        exact, chunk = config.numerics.mode == "exact", config.numerics.prefill_chunk
         self.scheduler = Scheduler(
             self.pool,
+            prefix_cache=PrefixCache(self.pool, chunk if exact else None) if config.cache.prefix_caching else None,
             max_num_seqs=config.scheduler.max_num_seqs,
-            prefill_chunk=config.numerics.prefill_chunk,
+            prefill_chunk=chunk,
+            query_len=config.query_len,
             max_draft_tokens=self._max_draft_tokens,
             eos_token_ids=frozenset(adapter.eos_token_ids),
+            num_final_tokens=self._proposer.num_computed_tokens,
         )
         expands = speculative.scorer == "batch_expansion"
         self._scorer: Scorer = BatchExpansionScorer(self.runner) if expands else MultiQueryScorer(self.runner)
@@ -107,6 +114,7 @@ class Engine:
         self._verifier: Verifier = EqualityVerifier()
         if speculative.verifier == "rejection":
             self._verifier = RejectionVerifier(self._noise, block=speculative.block_verification)
+        self._draft_lengths = self._make_draft_lengths()
         self._requests: dict[str, Request] = {}
         self.num_aborts = 0
         self._numbers = itertools.count()
@@ -172,6 +180,10 @@ class Engine:
         batch = self.scheduler.schedule()
         if batch is None:
             return []
+        for request in batch.preempted:
+            self._forget(request)
+        if self._draft_lengths is not None:
+            batch = self._draft_lengths.limit(batch)
         drafts = self._propose(batch)
         proposed = time.perf_counter()
         scores = self._scorer.score(batch, drafts)
@@ -184,9 +196,9 @@ class Engine:
         logprobs = step_logprobs(batch, scores, metadata, output)
         self._metadata.commit(batch, output)
         self._prompt_scorer.report(batch)
-        deltas = self.scheduler.update(batch, output, logprobs)
         self._proposer.observe(batch, output)
-        self._account(batch, deltas, started, proposed, scored)
+        deltas = self.scheduler.update(batch, output, logprobs)
+        self._account(batch, output, deltas, started, proposed, scored)
         return deltas
 
     def abort(self, request_id: str) -> TokenDelta | None:
@@ -195,8 +207,35 @@ class Engine:
         if request is None:
             return None
         self.scheduler.abort(request)
+        self._forget(request)
         self.num_aborts += 1
         return TokenDelta(request=request, token_ids=(), finish_reason=FinishReason.ABORT)
+
+    def preempt(self, request_id: str) -> bool:
+        """Takes the blocks of a request that runs; it resumes later, and its output stays the same.
+
+        Returns:
+            Whether there is such a request and it was running.
+        """
+        request = self._requests.get(request_id)
+        if request is None or not self.scheduler.preempt(request):
+            return False
+        self._forget(request)
+        return True
+
+    def reset(self) -> None:
+        """Forgets what ended requests have left: prefix cache, proposers' stores, measured acceptance and times.
+
+        Outputs do not depend on any of it, speed does: a benchmark that runs prompts again needs this.
+
+        Raises:
+            RuntimeError: requests are unfinished.
+        """
+        if self.has_work:
+            raise RuntimeError("an engine with unfinished requests cannot be reset")
+        self.pool.drop_keys()
+        self._proposer.reset()
+        self._draft_lengths = self._make_draft_lengths()
 
     @property
     def has_work(self) -> bool:
@@ -211,6 +250,17 @@ class Engine:
         check_drafts(batch, drafts, self.vocab_size)
         return drafts
 
+    def _forget(self, request: Request) -> None:
+        """Tells those with state per request that one has ended or was preempted."""
+        self._proposer.forget(request)
+        if self._draft_lengths is not None:
+            self._draft_lengths.forget(request)
+
+    def _make_draft_lengths(self) -> DraftLengths | None:
+        if not self.config.speculative.is_adaptive or self._max_draft_tokens == 0:
+            return None
+        return DraftLengths(self._max_draft_tokens, self._scorer.bucket_of)
+
     def check_request(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> list[int]:
         """Refuses a request that this engine cannot run; `add_request` does the same.
 
@@ -222,7 +272,15 @@ class Engine:
         """
         return check_request(prompt_token_ids, params, self._limits)
 
-    def _account(self, batch: Batch, deltas: list[TokenDelta], started: float, proposed: float, scored: float) -> None:
+    def _account(
+        self,
+        batch: Batch,
+        output: StepOutput,
+        deltas: list[TokenDelta],
+        started: float,
+        proposed: float,
+        scored: float,
+    ) -> None:
         stats = self.stats
         ended = time.perf_counter()
         stats.num_forwards += 1
@@ -230,19 +288,27 @@ class Engine:
         stats.forward_s += scored - proposed
         stats.sample_s += ended - scored
         stats.step_s += ended - started
+        if self._draft_lengths is not None:
+            self._draft_lengths.observe(batch, output, propose_s=proposed - started, step_s=ended - started)
         if batch.is_prefill:
             stats.num_prefill_forwards += 1
             stats.prefill_s += ended - started
             stats.prefill_tokens += sum(entry.num_new_tokens for entry in batch.scheduled)
         stats.num_recompilations = compiled.num_compilations() - self._compiled_at_start
-        stats.num_eager_steps = self.runner.num_eager_runs
-        stats.num_cuda_graph_rerecordings = self.runner.late_graphs.recordings
-        stats.num_cuda_graph_skips = self.runner.num_skips + self.runner.late_graphs.skips
+        runners = self._runners()
+        stats.num_eager_steps = sum(runner.num_eager_runs for runner in runners)
+        stats.num_cuda_graph_rerecordings = sum(runner.late_graphs.recordings for runner in runners)
+        stats.num_cuda_graph_skips = sum(runner.num_skips + runner.late_graphs.skips for runner in runners)
         for delta in deltas:
             if delta.finish_reason is not None:
                 request = delta.request
                 del self._requests[request.request_id]
+                self._forget(request)
                 stats.add_request(request.stats, request.num_prompt_tokens, request.num_output_tokens)
+
+    def _runners(self) -> list[ModelRunner]:
+        """The target's, and those of models that draft."""
+        return [self.runner, *self._proposer.runners]
 
     def _start(self, progress: Progress | None) -> None:
         """Compiles, warms up and tests; afterwards nothing compiles."""
@@ -266,11 +332,24 @@ class Engine:
             stored.store(result)
             self._keep_exact_buckets(result)
         self._warm_up_noise()
-        self.stats.num_compiled_buckets = len(buckets.all) if self.config.compile.mode != "none" else 0
+        self._proposer.start(
+            Target(
+                config=self.config,
+                runner=self.runner,
+                metadata=self._metadata,
+                sampler=self._sampler,
+                stream=TARGET_STREAM if self.config.speculative.verifier == "equality" else DRAFT_STREAM,
+                progress=progress,
+            )
+        )
+        runners = self._runners()
+        is_compiled = self.config.compile.mode != "none"
+        self.stats.num_compiled_buckets = sum(len(runner.buckets.all) for runner in runners) if is_compiled else 0
         self.stats.compile_s = watch.seconds
-        self.stats.num_cuda_graphs = self.runner.num_graphs
+        self.stats.num_cuda_graphs = sum(runner.num_graphs for runner in runners)
         self._compiled_at_start = compiled.num_compilations()
-        self.runner.num_eager_runs = 0
+        for runner in runners:
+            runner.num_eager_runs = 0
 
     def _keep_exact_buckets(self, result: SelfTestResult) -> None:
         """Keeps the decode buckets that the self-test found bit-equal; the widest is needed in any case.

@@ -219,7 +219,7 @@ def _may_be_cut_result(raw: bytes) -> bool:
 
 def request_key(line: PromptLine, params: SamplingParams, config: EngineConfig, chat: bool) -> str:
     """Identifies all that the output of a prompt depends on: not who drafts, unless drafts are sampled from."""
-    sampling = params.model_dump(exclude={"speculative"})
+    sampling = params.model_dump(exclude={"speculative", "priority", "cache_salt"})
     parts: list[Any] = [line.prompt, line.messages, line.prompt_token_ids, chat, sampling]
     parts += [config.model.model_dump(), config.numerics.model_dump(), config.speculative.scorer]
     if config.speculative.verifier == "rejection" and not params.is_greedy:

@@ -52,6 +52,8 @@ class RequestStats:
         drafted_per_position, accepted_per_position: the same by position in the window, first draft first.
         num_cached_tokens: prompt tokens whose KV came from the prefix cache.
         num_preemptions: how often the request gave its blocks back.
+        num_undrafted_steps, num_probes: decode steps in which nothing was drafted because drafts did not pay, and how
+            often it was tried again.
         speculation_off_because: why nothing was drafted for this request, if so.
         queue_s, prefill_s, decode_s: seconds waiting, until the first token, and after it.
     """
@@ -65,6 +67,8 @@ class RequestStats:
     accepted_per_position: list[int] = field(default_factory=list)
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+    num_undrafted_steps: int = 0
+    num_probes: int = 0
     speculation_off_because: str | None = None
     queue_s: float = 0.0
     prefill_s: float = 0.0
@@ -96,6 +100,9 @@ class Request:
     `num_computed_tokens` (KV valid and verified) chases `num_tokens` (prompt and output).
 
     Attributes:
+        rank: of two requests the one with the smaller rank is admitted first and preempted last.
+        block_ids: its blocks in logical order.
+        block_keys, num_kept_blocks: of its full blocks, the names of their contents, and how many others may find.
         end_check: told of every output token in order, but not of one that ends the output by its id.
         stop_reason: the stop token id or text that ended the output; None for the model's EOS.
         error: why the request failed, with finish_reason ERROR.
@@ -121,7 +128,10 @@ class Request:
         self.num_prompt_tokens = len(prompt_token_ids)
         self.num_tokens = self.num_prompt_tokens
         self.num_computed_tokens = 0
+        self.rank = (0, 0)
         self.block_ids: list[int] = []
+        self.block_keys: list[bytes] = []
+        self.num_kept_blocks = 0
         self.slot: int | None = None
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
@@ -160,6 +170,11 @@ class Request:
     def is_prefilling(self) -> bool:
         """Whether some of the prompt is not computed yet."""
         return self.num_computed_tokens < self.num_prompt_tokens
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether tokens before the newest are not computed yet: of the prompt, or of an output that was preempted."""
+        return self.num_computed_tokens < self.num_tokens - 1
 
     def append(self, token_ids: list[int]) -> None:
         """Adds output tokens; never beyond `max_tokens`."""

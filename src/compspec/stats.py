@@ -12,6 +12,10 @@ class SpecStats:
     Attributes:
         num_requests: finished requests.
         num_prompt_tokens, num_output_tokens: of those requests.
+        num_cached_tokens: prompt tokens of them whose keys and values came from the prefix cache.
+        num_preemptions: how often a request lost its blocks to an older one and started over.
+        num_undrafted_steps, num_probes: request-steps in which nothing was drafted because drafts did not pay, and how
+            often it was tried again.
         num_decode_steps, num_decode_tokens: request-steps after the prompt, and the tokens they gave.
         num_draft_tokens, num_accepted_tokens: drafts verified and kept.
         drafted_per_position, accepted_per_position: by position in the window.
@@ -31,6 +35,10 @@ class SpecStats:
     num_requests: int = 0
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    num_undrafted_steps: int = 0
+    num_probes: int = 0
     num_decode_steps: int = 0
     num_decode_tokens: int = 0
     num_draft_tokens: int = 0
@@ -58,6 +66,11 @@ class SpecStats:
     def acceptance_length(self) -> float:
         """Mean tokens per verified request-step, the extra token included."""
         return self.num_decode_tokens / self.num_decode_steps if self.num_decode_steps else 1.0
+
+    @property
+    def prefix_cache_hit_rate(self) -> float:
+        """The share of prompt tokens that the prefix cache had; 0.0 before the first request is finished."""
+        return self.num_cached_tokens / self.num_prompt_tokens if self.num_prompt_tokens else 0.0
 
     @property
     def acceptance_per_position(self) -> list[float]:
@@ -90,6 +103,10 @@ class SpecStats:
         self.num_requests += 1
         self.num_prompt_tokens += num_prompt_tokens
         self.num_output_tokens += num_output_tokens
+        self.num_cached_tokens += stats.num_cached_tokens
+        self.num_preemptions += stats.num_preemptions
+        self.num_undrafted_steps += stats.num_undrafted_steps
+        self.num_probes += stats.num_probes
         self.num_decode_steps += stats.num_decode_steps
         self.num_decode_tokens += stats.num_decode_tokens
         self.num_draft_tokens += stats.num_draft_tokens

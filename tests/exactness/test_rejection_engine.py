@@ -68,9 +68,13 @@ def target(folder: Path) -> Distribution:
 
 
 @pytest.fixture(scope="module")
-def drafter(models: Path) -> Distribution:
+def other(models: Path) -> Path:
     """Another model; it says something else."""
-    other = tiny_model_folder("llama", models, vocab_size=V, seed=1, num_hidden_layers=1, hidden_size=32)
+    return tiny_model_folder("llama", models, vocab_size=V, seed=1, num_hidden_layers=1, hidden_size=32)
+
+
+@pytest.fixture(scope="module")
+def drafter(other: Path) -> Distribution:
     return next_token(other)
 
 
@@ -181,15 +185,22 @@ def plain(folder: Path) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("method", "block"), [("sampled", False), ("sampled", True), ("fixed", True)], ids=lambda value: str(value)
+    ("method", "block"),
+    [("sampled", False), ("sampled", True), ("fixed", True), ("draft_model", False), ("draft_model", True)],
+    ids=lambda value: str(value),
 )
 def test_outputs_are_distributed_as_those_of_plain_runs(
-    folder, drafter, law: Tensor, plain: Tensor, method: str, block: bool
+    folder, other, drafter, law: Tensor, plain: Tensor, method: str, block: bool
 ) -> None:
     """Two samples of disjoint seeds, and each against the probabilities that transformers computes."""
-    fixed = Scripted(lambda request, most: [int(law.view(V, -1).sum(0).argmax()) // V] * most, K)
-    proposer = SampledDrafts(drafter, K, vocab_size=V) if method == "sampled" else fixed
-    engine = rejecting(folder, proposer, block, scheduler__max_num_seqs=32)
+    proposers = {
+        "sampled": SampledDrafts(drafter, K, vocab_size=V),
+        "fixed": Scripted(lambda request, most: [int(law.view(V, -1).sum(0).argmax()) // V] * most, K),
+    }
+    settings = {"scheduler__max_num_seqs": 32}
+    if method == "draft_model":
+        settings |= {"speculative__method": method, "speculative__model": str(other)}
+    engine = rejecting(folder, proposers.get(method), block, **settings)
     found = sample(engine)
     assert engine.stats.num_draft_tokens > 0
     for name, (statistic, chance) in {

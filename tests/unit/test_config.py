@@ -319,6 +319,15 @@ def test_keys_that_are_no_names_are_refused() -> None:
     assert "are names" in refused(MODEL, {"model": {1: 2}})
 
 
+def test_adaptive_goes_with_equality_and_is_refused_with_rejection() -> None:
+    """Under the ratio test what is drafted changes sampled outputs, and times must not."""
+    assert make_config(MODEL).speculative.is_adaptive
+    assert not make_config(MODEL, {"speculative.adaptive": False}).speculative.is_adaptive
+    assert not make_config(MODEL, {"speculative.verifier": "rejection"}).speculative.is_adaptive
+    message = refused(MODEL, {"speculative.adaptive": True, "speculative.verifier": "rejection"})
+    assert "speculative.adaptive" in message and "reproduced" in message
+
+
 def test_block_verification_is_refused_without_the_verifier_it_belongs_to() -> None:
     message = refused(MODEL, {"speculative.block_verification": True})
     assert "speculative.block_verification" in message

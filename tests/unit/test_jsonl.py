@@ -292,7 +292,11 @@ NEW_PARAMS: dict[str, Any] = {
     "temperature": 0.5,
     "max_tokens": 7,
     "speculative": 2,
+    "priority": 3,
+    "cache_salt": "tenant",
 }
+
+SPEED_ALONE = ("speculative", "priority", "cache_salt")
 
 
 def test_every_parameter_can_stand_in_a_line_of_a_prompt_file(tmp_path: Path) -> None:
@@ -345,7 +349,7 @@ def test_a_wrong_new_parameter_is_one_line_with_its_prompt(tmp_path: Path, param
     assert "\n" not in str(caught.value)
 
 
-def test_a_key_changes_with_every_parameter_but_speculative() -> None:
+def test_a_key_changes_with_every_parameter_but_those_of_speed_alone() -> None:
     prompt = PromptLine(id="x", prompt="hello", messages=None, prompt_token_ids=None, params={})
     config = make_config({"model": {"source": "m"}})
 
@@ -353,9 +357,9 @@ def test_a_key_changes_with_every_parameter_but_speculative() -> None:
         return request_key(prompt, SamplingParams(**{"temperature": 1.0, **values}), config, False)
 
     base = key()
-    changed = {name: key(**{name: value}) for name, value in NEW_PARAMS.items() if name != "speculative"}
+    changed = {name: key(**{name: value}) for name, value in NEW_PARAMS.items() if name not in SPEED_ALONE}
     assert len({base, *changed.values()}) == len(changed) + 1
-    assert key(speculative=2) == key(speculative=False) == base
+    assert key(speculative=2) == key(speculative=False) == key(priority=3) == key(cache_salt="tenant") == base
     assert key(stop="a") != key(stop="b")
     assert key(bad_words=["3"]) != key(bad_words=[[3]])
     assert key(stop=["a", "b"]) != key(stop=["ab"])

@@ -106,6 +106,10 @@ class Proposer(Protocol):
         """Drops the state of a request that has ended (it has a finish reason) or has lost its blocks."""
         return
 
+    def reset(self) -> None:
+        """Drops what it has learned from requests that have ended, so that it drafts as after the start."""
+        return
+
     def num_computed_tokens(self, request: Request) -> int:
         """How many of a request's tokens, from the first, its blocks are complete for, as far as this proposer goes.
 

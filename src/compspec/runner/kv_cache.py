@@ -1,6 +1,7 @@
 """The paged KV cache: how many blocks fit, counted before any is taken, and the tensors themselves."""
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,9 +29,9 @@ class MemoryPlan:
     """Where the memory goes, in bytes.
 
     Attributes:
-        weight_bytes: the model, loaded already.
+        weight_bytes: the models, loaded already.
         sampling_bytes: rows x vocabulary fp32 logits and what sampling makes of them, and per-slot metadata.
-        block_bytes: one KV block over all layers.
+        block_bytes: one KV block over all layers of all models.
         num_blocks: blocks of the cache, the scratch block included.
     """
 
@@ -63,19 +64,27 @@ def _container_bytes() -> int:
         return 1 << 60
 
 
-def plan_memory(config: EngineConfig, adapter: ModelAdapter, max_model_len: int, available: int) -> MemoryPlan:
+def _token_bytes(adapter: ModelAdapter) -> int:
+    """Keys and values of one token over all layers."""
+    element = torch.empty((), dtype=adapter.dtype).element_size()
+    return sum(2 * layer.spec.num_kv_heads * layer.spec.head_dim * element for layer in adapter.layers)
+
+
+def plan_memory(
+    config: EngineConfig, adapters: Sequence[ModelAdapter], max_model_len: int, available: int
+) -> MemoryPlan:
     """Decides the number of KV blocks.
 
     Args:
+        adapters: the target, and the models that have keys and values of their own beside it.
         available: bytes free on the device, weights already loaded.
 
     Raises:
         CapacityError: not even one request of the full length fits; the message names the knobs.
     """
     block_size = config.cache.block_size
-    element = torch.empty((), dtype=adapter.dtype).element_size()
-    per_token = sum(2 * layer.spec.num_kv_heads * layer.spec.head_dim * element for layer in adapter.layers)
-    block_bytes = per_token * block_size
+    adapter = adapters[0]
+    block_bytes = sum(map(_token_bytes, adapters)) * block_size
     rows = config.scheduler.max_num_seqs * config.query_len
     sampling_bytes = rows * adapter.vocab_size * 4 * _SAMPLING_COPIES
     sampling_bytes += MetadataState.state_bytes(config.scheduler.max_num_seqs, adapter.vocab_size, max_model_len)
@@ -107,7 +116,7 @@ def plan_memory(config: EngineConfig, adapter: ModelAdapter, max_model_len: int,
             f"{sampling_bytes / 2**30:.2f} GiB, {available / 2**30:.2f} GiB are free on {adapter.device}; lower {knob}"
         )
     return MemoryPlan(
-        weight_bytes=adapter.weight_bytes,
+        weight_bytes=sum(each.weight_bytes for each in adapters),
         sampling_bytes=sampling_bytes,
         block_bytes=block_bytes,
         num_blocks=num_blocks,

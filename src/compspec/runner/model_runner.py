@@ -50,15 +50,30 @@ class ModelRunner:
         adapter: the loaded model.
         config: the engine's configuration.
         max_model_len: the longest a request can get, tokens.
+        buckets: its shapes; default: those of the target.
+        beside: the models that will have keys and values of their own in every block.
+        num_blocks: how many blocks there are, with the scratch block; default: as many as the configuration asks for
+            or the memory holds.
+        caches: the key caches and the value caches of each layer; default: it allocates its own.
 
     Raises:
         CapacityError: the KV cache does not fit.
         UnsupportedError: this torch cannot compile decoder layers as regions, or no attention backend can serve.
     """
 
-    def __init__(self, adapter: ModelAdapter, config: EngineConfig, max_model_len: int) -> None:
+    def __init__(
+        self,
+        adapter: ModelAdapter,
+        config: EngineConfig,
+        max_model_len: int,
+        *,
+        buckets: Buckets | None = None,
+        beside: Sequence[ModelAdapter] = (),
+        num_blocks: int | None = None,
+        caches: tuple[Sequence[Tensor], Sequence[Tensor]] | None = None,
+    ) -> None:
         self.adapter = adapter
-        self.buckets = Buckets(config)
+        self.buckets = buckets or Buckets.of_target(config)
         self.block_size = config.cache.block_size
         self._max_model_len = max_model_len
         self._mode: str = config.compile.mode
@@ -72,11 +87,13 @@ class ModelRunner:
         self.attention = make_backend(self._attention_setup(exact), config.model.attention)
         if exact:
             self._drop_other_arithmetic()
-        self.memory = kv_cache.plan_memory(config, adapter, max_model_len, kv_cache.available_bytes(adapter.device))
-        self.num_blocks = self.memory.num_blocks
+        if num_blocks is None:
+            available = kv_cache.available_bytes(adapter.device)
+            num_blocks = kv_cache.plan_memory(config, [adapter, *beside], max_model_len, available).num_blocks
+        self.num_blocks = num_blocks
         if exact:
             adapter.use_row_independent_experts()
-        self.k_caches, self.v_caches = kv_cache.allocate(adapter, self.num_blocks, self.block_size)
+        self.k_caches, self.v_caches = caches or kv_cache.allocate(adapter, self.num_blocks, self.block_size)
         adapter.set_kv_buffers(self.k_caches, self.v_caches)
         if self._mode != "none":
             compiled.use_cache_folder(config.cache_path)

@@ -231,15 +231,22 @@ class MetadataState:
         """Bytes on the device."""
         return max_num_seqs * (vocab_size * 5 + min(vocab_size, max_model_len) * 8)
 
-    def build(self, batch: Batch, drafts: DraftTokens, scores: Scores) -> SamplingMetadata:
-        """Makes the metadata of a step."""
+    def build(
+        self, batch: Batch, drafts: DraftTokens, scores: Scores, *, newest_only: bool = False
+    ) -> SamplingMetadata:
+        """Makes the metadata of a step.
+
+        Args:
+            newest_only: each request has one row, after its last draft: the next one is being drafted.
+        """
         entries = batch.scheduled
         # A prompt's last chunk has one row that samples, after its last token; a decode row follows each token.
-        counts = np.array([int(entry.samples) for entry in entries]) * (drafts.num_draft_tokens + 1)
+        first_depth = drafts.num_draft_tokens if newest_only else np.zeros_like(drafts.num_draft_tokens)
+        counts = np.array([int(entry.samples) for entry in entries]) * (drafts.num_draft_tokens + 1 - first_depth)
         row_starts = np.concatenate(([0], np.cumsum(counts)))
         slots = [self._slot(entry.slot, entry.request) if entry.samples else None for entry in entries]
         request = np.repeat(np.arange(len(entries)), counts)
-        depth = np.arange(row_starts[-1]) - row_starts[request]
+        depth = np.arange(row_starts[-1]) - row_starts[request] + first_depth[request]
         params = [entry.request.params for entry in entries]
         first_row = np.array(scores.first_row, dtype=np.int64)
         window_start = np.array([entry.num_computed_tokens + entry.num_new_tokens for entry in entries], dtype=np.int64)
@@ -251,7 +258,7 @@ class MetadataState:
         top_p = per_row([each.top_p for each in params], np.float32)
         log_min_p = per_row([each.log_min_p for each in params], np.float32)
         top_k = per_row([min(each.top_k, self._vocab_size) for each in params], np.int64)
-        bans, bias_index, bias = self._edits(batch, drafts, slots, row_starts)
+        bans, bias_index, bias = self._edits(batch, drafts, slots, row_starts, first_depth)
         groups = list(group_rows(temperature, top_p, self._group_sizes))
         logit_rows = first_row[request] + depth
         arrays = {
@@ -304,7 +311,10 @@ class MetadataState:
                 RowProcessors(
                     row=int(row_starts[index]) + row,
                     processors=entry.request.params.logits_processors,
-                    token_ids=[*entry.request.token_ids.tolist(), *drafts.token_ids[index, :row].tolist()],
+                    token_ids=[
+                        *entry.request.token_ids.tolist(),
+                        *drafts.token_ids[index, : first_depth[index] + row].tolist(),
+                    ],
                 )
                 for index, entry in enumerate(entries)
                 if entry.request.params.logits_processors
@@ -380,7 +390,12 @@ class MetadataState:
         slot.num_distinct += len(new)
 
     def _edits(
-        self, batch: Batch, drafts: DraftTokens, slots: list[_Slot | None], row_starts: NDArray[np.int64]
+        self,
+        batch: Batch,
+        drafts: DraftTokens,
+        slots: list[_Slot | None],
+        row_starts: NDArray[np.int64],
+        first_depth: NDArray[np.int64],
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32]]:
         """Single places in the M rows: the forbidden ones, and those with a bias and its value."""
         none = np.empty(0, dtype=np.int64)
@@ -391,11 +406,13 @@ class MetadataState:
             rows = np.arange(row_starts[index], row_starts[index + 1], dtype=np.int64)
             if slot.banned is not None:
                 bans.append((rows[:, None] * self._vocab_size + slot.banned).ravel())
+            num_before = int(first_depth[index])
             if slot.ends is not None:
-                early = rows[: max(0, entry.request.params.min_tokens - entry.request.num_output_tokens)]
+                num_output = entry.request.num_output_tokens + num_before
+                early = rows[: max(0, entry.request.params.min_tokens - num_output)]
                 bans.append((early[:, None] * self._vocab_size + slot.ends).ravel())
             if slot.bad_words:
-                found = list(_completed(slot.bad_words, entry.request, drafts.token_ids[index], len(rows)))
+                found = _completed(slot.bad_words, entry.request, drafts.token_ids[index], num_before, len(rows))
                 bans.append(np.array([rows[row] * self._vocab_size + token for row, token in found], dtype=np.int64))
             if slot.bias_tokens is not None and slot.bias_values is not None:
                 bias_index.append((rows[:, None] * self._vocab_size + slot.bias_tokens).ravel())
@@ -448,15 +465,21 @@ class MetadataState:
 
 
 def _completed(
-    bad_words: dict[int, list[tuple[int, ...]]], request: Request, drafts: NDArray[np.int64], num_rows: int
+    bad_words: dict[int, list[tuple[int, ...]]],
+    request: Request,
+    drafts: NDArray[np.int64],
+    num_before: int,
+    num_rows: int,
 ) -> Iterable[tuple[int, int]]:
     """The tokens that would complete a bad word, as (row, token).
 
     Args:
         bad_words: words of at least two tokens, by their last token but one.
+        num_before: drafts that stand before the first row.
     """
     longest = max(len(word) for words in bad_words.values() for word in words) - 1
-    seen = [*request.token_ids[-longest:].tolist(), *drafts[: num_rows - 1].tolist()]
+    num_drafts = num_before + num_rows - 1
+    seen = [*request.token_ids[-longest:].tolist(), *drafts[:num_drafts].tolist()]
     first_end = len(seen) - (num_rows - 1)
     for row in range(num_rows):
         end = first_end + row

@@ -81,6 +81,9 @@ class SamplingParams(BaseModel):
         prompt_logprobs: the same for each token of the prompt but the first.
         speculative: None for the engine's setting, False for no drafts, a number for at most so many per step.
             Changes the speed alone.
+        priority: requests with a smaller number are admitted first and preempted last; changes the order alone.
+        cache_salt: the prefix cache is shared with requests of the same salt alone, and stores of earlier outputs with
+            none, so that nobody can learn another's text from how fast he is served. Changes the speed alone.
 
     Raises:
         RequestError: for a value out of range, NaN, or an unknown name.
@@ -109,6 +112,8 @@ class SamplingParams(BaseModel):
     logprobs: Annotated[int, Field(ge=0)] | None = None
     prompt_logprobs: Annotated[int, Field(ge=0)] | None = None
     speculative: Annotated[int, Field(ge=1)] | Literal[False] | None = None
+    priority: int = 0
+    cache_salt: Annotated[str, Field(min_length=1)] | None = None
 
     def __init__(self, /, **values: Any) -> None:
         try:

@@ -11,6 +11,7 @@ from compspec.batch import Scores
 from compspec.errors import one_line
 from compspec.sampling import transforms
 from compspec.sampling.metadata import RowGroup, RowProcessors, SamplingMetadata
+from compspec.sampling.noise import TARGET_STREAM, stream_salts
 
 logger = logging.getLogger(__name__)
 
@@ -53,11 +54,12 @@ class Sampler:
         self._tokenizer_vocab_size = tokenizer_vocab_size
 
     @torch.no_grad()
-    def sample(self, scores: Scores, metadata: SamplingMetadata) -> Sampled:
+    def sample(self, scores: Scores, metadata: SamplingMetadata, stream: int = TARGET_STREAM) -> Sampled:
         """Samples every row that has metadata. Of equal values the lowest token id wins.
 
         Args:
             scores: of the same step; not changed.
+            stream: whose noise is drawn; see `noise`.
         """
         logits = scores.logits[metadata.rows].float()  # a copy: the transforms work in place
         failures = self._edit_(logits, metadata)
@@ -67,6 +69,8 @@ class Sampler:
             real = group.rows[: group.num_rows]
             filtered = _filtered(logits[group.rows], group, metadata)
             salts = torch.zeros_like(group.rows)
+            if stream != TARGET_STREAM:
+                salts = stream_salts(stream, metadata.window_starts[group.rows])
             noise = self._noise(metadata.seeds[group.rows], metadata.positions[group.rows], salts)
             token_ids[real] = (filtered + noise).argmax(-1)[: group.num_rows]
             logits[real] = filtered[: group.num_rows]

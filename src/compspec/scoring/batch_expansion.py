@@ -6,7 +6,7 @@ of them attends. Kept as the oracle of the tests and as the baseline of the benc
 
 from itertools import accumulate
 
-from compspec.batch import Batch, DraftTokens, Scores
+from compspec.batch import Batch, Bucket, DraftTokens, Scores
 from compspec.runner.inputs import Query
 from compspec.runner.model_runner import ModelRunner
 from compspec.scoring.multi_query import MultiQueryScorer, query_of
@@ -31,5 +31,11 @@ class BatchExpansionScorer:
         ]
         bucket = self._runner.buckets.select(len(queries), 1, is_prefill=False)
         logits = self._runner.run(bucket, queries)
-        lengths = [len(query.token_ids) for query in whole]
-        return Scores(logits=logits.flatten(0, 1), first_row=tuple(accumulate(lengths[:-1], initial=0)))
+        starts = accumulate([len(query.token_ids) for query in whole[:-1]], initial=0)
+        newest = zip(starts, batch.scheduled, strict=True)
+        first_row = tuple(start + entry.num_new_tokens - 1 for start, entry in newest)
+        return Scores(logits=logits.flatten(0, 1), first_row=first_row)
+
+    def bucket_of(self, num_requests: int, num_rows: int) -> Bucket:
+        """See `Scorer.bucket_of`."""
+        return self._runner.buckets.select(num_requests * num_rows, 1, is_prefill=False)

@@ -1,7 +1,8 @@
 """Logits of prompt rows, for prompt log-probabilities.
 
 A prefill step scores its last row alone. The others are scored afterwards, through the decode shapes that exist
-already: the rows attend to the prompt's keys and values and write none, so asking for them changes no output.
+already: the rows attend to the prompt's keys and values and write none, so asking for them changes no output, and rows
+whose keys and values came from the prefix cache can be scored as well.
 """
 
 from collections.abc import Iterator
@@ -26,19 +27,23 @@ class PromptScorer:
             request, num_top = entry.request, entry.request.params.prompt_logprobs
             if not batch.is_prefill or num_top is None or request.prompt_logprobs is None:
                 continue
-            for start, logits in self.score(entry):
+            # The entry of the first token, which nothing predicts, is there from the beginning.
+            for start, logits in self.score(entry, len(request.prompt_logprobs) - 1):
                 follow = request.token_ids[start + 1 : start + 1 + len(logits)].tolist()
                 request.prompt_logprobs += token_logprobs(logits, range(len(logits)), follow, [num_top] * len(follow))
 
-    def score(self, entry: ScheduledRequest) -> Iterator[tuple[int, Tensor]]:
-        """Scores the rows of a prefill chunk that has just run, as far as a prompt token follows them.
+    def score(self, entry: ScheduledRequest, begin: int) -> Iterator[tuple[int, Tensor]]:
+        """Scores the rows up to the end of a prefill chunk that has just run, as far as a prompt token follows them.
+
+        Args:
+            begin: the position of the first row; its keys and values, and those before it, are in the cache.
 
         Yields:
             The position of the first of some rows, and their logits [rows, V], valid until the next.
         """
         request, bucket = entry.request, self._runner.buckets.widest_decode
         end = min(entry.num_computed_tokens + entry.num_new_tokens, request.num_prompt_tokens - 1)
-        for start in range(entry.num_computed_tokens, end, bucket.num_tokens):
+        for start in range(begin, end, bucket.num_tokens):
             last = min(start + bucket.num_tokens, end)
             queries = [
                 Query(

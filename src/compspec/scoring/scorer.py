@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from compspec.batch import Batch, DraftTokens, Scores
+from compspec.batch import Batch, Bucket, DraftTokens, Scores
 
 
 class Scorer(Protocol):
@@ -15,4 +15,8 @@ class Scorer(Protocol):
             Of a decode step, rows 0 .. number of drafts of each request; of a prefill step one row, after the
             chunk's last token.
         """
+        ...
+
+    def bucket_of(self, num_requests: int, num_rows: int) -> Bucket:
+        """The static shape of a decode step of so many requests, each with up to so many rows."""
         ...

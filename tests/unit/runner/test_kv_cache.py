@@ -43,7 +43,7 @@ def config_of(**settings: object) -> EngineConfig:
 
 
 def plan(available: int, max_model_len: int = 100, adapter: Any = None, **settings: object) -> MemoryPlan:
-    return plan_memory(config_of(**settings), adapter or FakeAdapter(), max_model_len, available)
+    return plan_memory(config_of(**settings), [adapter or FakeAdapter()], max_model_len, available)
 
 
 def test_a_block_holds_keys_and_values_of_every_layer() -> None:
@@ -119,3 +119,39 @@ def test_the_last_byte_that_fits_is_accepted_and_one_less_is_not() -> None:
 
 def test_free_memory_is_measured_in_bytes() -> None:
     assert kv_cache.available_bytes(torch.device("cpu")) > MIB
+
+
+def plan_of(*adapters: FakeAdapter, available: int = MIB * 1000, **settings: object) -> MemoryPlan:
+    return plan_memory(config_of(**settings), list(adapters), 100, available)
+
+
+def small_adapter() -> FakeAdapter:
+    return FakeAdapter(layers=[layer(num_kv_heads=1)], dtype=torch.float32, vocab_size=7, weight_bytes=11)
+
+
+def test_a_block_holds_the_keys_and_values_of_every_model() -> None:
+    target, draft = FakeAdapter(), small_adapter()
+    beside = plan_of(target, draft)
+    assert beside.block_bytes == plan_of(target).block_bytes + plan_of(draft).block_bytes
+    assert plan_of(target, draft, draft).block_bytes == beside.block_bytes + plan_of(draft).block_bytes
+    assert beside.weight_bytes == 12_345 + 11
+
+
+def test_the_target_alone_is_sampled_from() -> None:
+    target = FakeAdapter()
+    assert plan_of(target, FakeAdapter(vocab_size=10**6)).sampling_bytes == plan_of(target).sampling_bytes
+
+
+def test_a_model_beside_the_target_leaves_fewer_blocks_of_the_same_memory() -> None:
+    one, two = plan_of(FakeAdapter(), cache__memory=0.01), plan_of(FakeAdapter(), FakeAdapter(), cache__memory=0.01)
+    assert two.num_blocks == one.num_blocks // 2
+    assert two.kv_bytes <= 0.01 * 2**30
+    available = int((two.sampling_bytes + two.block_bytes * 20.5) / 0.6)
+    assert plan_of(FakeAdapter(), FakeAdapter(), available=available).num_blocks == 20
+
+
+def test_what_is_allocated_for_all_models_is_what_was_planned() -> None:
+    adapters = [FakeAdapter(), small_adapter()]
+    planned = plan_of(*adapters, cache__num_blocks=7)
+    caches = [tensor for each in adapters for part in kv_cache.allocate(each, 7, 16) for tensor in part]
+    assert sum(each.numel() * each.element_size() for each in caches) == planned.kv_bytes

@@ -25,7 +25,7 @@ class FakeRunner:
 
     def __init__(self, fault: Fault, max_num_seqs: int = 4, window: int = 0) -> None:
         config = make_config({"model": {"source": "x"}, "scheduler": {"max_num_seqs": max_num_seqs}})
-        self.buckets = Buckets(config)
+        self.buckets = Buckets.of_target(config)
         self.num_blocks, self.block_size, self.max_blocks = 129, 16, 64
         self.adapter = SimpleNamespace(
             vocab_size=VOCAB, device=torch.device("cpu"), max_model_len=1024, module=torch.nn.Module()

@@ -21,7 +21,7 @@ class FakeRunner:
 
     def __init__(self, **settings: object) -> None:
         values = {name.replace("__", "."): value for name, value in settings.items()}
-        self.buckets = Buckets(make_config({"model": {"source": "x"}}, values))
+        self.buckets = Buckets.of_target(make_config({"model": {"source": "x"}}, values))
         self.calls: list[tuple[Bucket, list[Query]]] = []
 
     def run(self, bucket: Bucket, queries: Sequence[Query]) -> Tensor:

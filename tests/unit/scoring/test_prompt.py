@@ -17,7 +17,7 @@ def scored(runner: FakeRunner, length: int, chunk: int) -> list[list[float]]:
     scorer, rows = PromptScorer(runner), []
     for start in range(0, length, chunk):
         batch = prefill(request, 0, start, min(chunk, length - start))
-        for first, logits in scorer.score(batch.scheduled[0]):
+        for first, logits in scorer.score(batch.scheduled[0], len(rows)):
             assert first == len(rows), "some row was left out, or came twice"
             rows += logits.tolist()
     return rows
@@ -56,3 +56,32 @@ def test_the_row_after_the_whole_prompt_is_not_scored(length: int) -> None:
     runner = FakeRunner()
     assert len(scored(runner, length, 32)) == length - 1
     assert bool(runner.calls) == (length > 1)
+
+
+@pytest.mark.parametrize("cached", [8, 32, 40])
+def test_rows_that_came_from_the_prefix_cache_are_scored_with_the_first_chunk_that_runs(cached: int) -> None:
+    runner = FakeRunner()
+    request = make_request(np.arange(3, 3 + 50).tolist(), prompt_logprobs=0)
+    request.block_ids = [11, 12, 13, 14]
+    scorer, found = PromptScorer(runner), []
+    for first, logits in scorer.score(prefill(request, 0, cached, 50 - cached).scheduled[0], 0):
+        assert first == len(found)
+        found += logits.tolist()
+    assert found == [[3 + place, place, 11, 0] for place in range(49)]
+
+
+def test_a_report_that_is_there_already_is_not_made_again() -> None:
+    """A request that lost its blocks runs its prompt a second time."""
+    runner = FakeRunner()
+    request = make_request([0, 1, 2, 3, 0, 1, 2, 3, 0, 1], prompt_logprobs=0)
+    request.block_ids = [11]
+    scorer = PromptScorer(runner)
+    scorer.report(prefill(request, 0, 0, 6))
+    assert request.prompt_logprobs is not None and len(request.prompt_logprobs) == 7
+    before = list(request.prompt_logprobs)
+    scorer.report(prefill(request, 0, 0, 6))
+    assert request.prompt_logprobs == before
+    scorer.report(prefill(request, 0, 0, 10))
+    assert request.prompt_logprobs[:7] == before
+    assert len(request.prompt_logprobs) == 10
+    assert [next(iter(each)) for each in request.prompt_logprobs[1:] if each] == request.token_ids[1:].tolist()

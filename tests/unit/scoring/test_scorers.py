@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from compspec.batch import Batch, DraftTokens
+from compspec.batch import Batch, DraftTokens, ScheduledRequest
 from compspec.request import Request
 from compspec.scoring.batch_expansion import BatchExpansionScorer
 from compspec.scoring.multi_query import MultiQueryScorer
 from compspec.scoring.scorer import Scorer
-from tests.unit.fakes import decode, draft, make_request, prefill
+from tests.unit.fakes import decode, draft, entry, make_request, prefill
 from tests.unit.scoring.fake_runner import FakeRunner
 
 K = 4
@@ -101,3 +101,62 @@ def test_a_prompt_chunk_is_one_sequence_and_its_last_row_is_scored(
     ((bucket, queries),) = runner.calls
     assert not bucket.is_decode
     assert [len(query.token_ids) for query in queries] == [num_new]
+
+
+def behind(number: int, num_output: int, num_computed: int, num_new: int, slot: int) -> ScheduledRequest:
+    """A request that replays its output, and whether the step reaches its newest token."""
+    request = make_request([10 * number + 3, 10 * number + 4], output=range(50, 50 + num_output))
+    request.block_ids = [100 + number, 200 + number]
+    ends = num_computed + num_new == request.num_tokens
+    return entry(request, slot, num_computed=num_computed, num_new=num_new, max_drafts=0, samples=ends)
+
+
+@pytest.mark.parametrize("numerics", ["exact", "fast"])
+@pytest.mark.parametrize("scorer", SCORERS)
+def test_a_request_that_is_behind_runs_all_its_rows_and_is_scored_after_its_newest_token(
+    scorer: str, numerics: str
+) -> None:
+    """Among others that draft; a window that does not reach the newest token is run for its keys and values alone."""
+    rng = np.random.default_rng(0)
+    runner, scores_of = make(scorer, numerics__mode=numerics)
+    for _ in range(60):
+        parts, lists = [], []
+        for number in range(int(rng.integers(1, SEQS + 1))):
+            output = int(rng.integers(1, 12))
+            if rng.random() < 0.5:
+                start = 2 + int(rng.integers(0, output))
+                count = min(K + 1, 2 + output - start)
+                parts.append(behind(number, output, start, count, number))
+                lists.append([])
+            else:
+                parts.append(entry(running(number, output), number))
+                lists.append(rng.integers(0, 100, rng.integers(0, K + 1)).tolist())
+        batch, drafts = Batch(scheduled=tuple(parts), is_prefill=False), draft(*lists, k=K)
+        scores = scores_of.score(batch, drafts)
+        for row, (part, own) in enumerate(zip(parts, lists, strict=True)):
+            first = scores.first_row[row]
+            if part.samples:
+                assert scores.logits[first : first + len(own) + 1].tolist() == expected_rows(batch, drafts, row)
+        stored = {
+            (query.block_ids[0], query.start + place): token
+            for query in runner.calls[-1][1]
+            for place, token in enumerate(query.token_ids)
+            if query.writes
+        }
+        assert stored == {
+            (part.request.block_ids[0], part.num_computed_tokens + place): token
+            for part, own in zip(parts, lists, strict=True)
+            for place, token in enumerate(
+                [*part.request.token_ids[part.num_computed_tokens :][: part.num_new_tokens].tolist(), *own]
+            )
+        }
+    assert len(runner.calls) == 60, "one forward for each step"
+
+
+@pytest.mark.parametrize("scorer", SCORERS)
+def test_replayed_rows_are_as_many_as_a_step_holds(scorer: str) -> None:
+    runner, scores_of = make(scorer, numerics__plain_width=None, numerics__decode_width=K + 1)
+    parts = tuple(behind(number, 9, 2, K + 1, number) for number in range(SEQS))
+    scores_of.score(Batch(scheduled=parts, is_prefill=False), draft(*[[]] * SEQS, k=K))
+    ((bucket, _),) = runner.calls
+    assert bucket == runner.buckets.widest_decode
