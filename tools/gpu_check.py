@@ -133,6 +133,7 @@ class Machine:
             "model.source": "random",
             "model.device": str(self.device),
             "compile.mode": "none" if self.dry else "reduce-overhead",
+            "speculative.adaptive": False,  # every width runs
         }
         return common | {name.replace("__", "."): value for name, value in changes.items()}
 
@@ -471,6 +472,7 @@ def _poison(
     params: list[SamplingParams],
 ) -> None:
     """All blocks are filled with numbers that would be seen: huge ones; on a CPU with NaN."""
+    engine.reset()  # nobody may find a prompt in a block that is no longer what it was
     on_cpu = machine.device.type == "cpu"
     key, value = (float("nan"),) * 2 if on_cpu else (torch.finfo(torch.bfloat16).max, 1e30)
     for cache in engine.runner.k_caches:

@@ -24,6 +24,7 @@ _MODEL = LlamaConfig(
 )
 _SETTINGS = {
     "speculative.method": "ngram",
+    "speculative.adaptive": False,  # every width runs
     "scheduler.max_num_seqs": 4,
     "numerics.prefill_chunk": 64,
     "cache.num_blocks": 200,

@@ -25,7 +25,7 @@ def config(text_model: Path, tmp_path: Path) -> Path:
     path = tmp_path / "config.yaml"
     settings = {
         "model": {"source": str(text_model), "device": "cpu"},
-        "speculative": {"method": "ngram", "num_draft_tokens": 3},
+        "speculative": {"method": "ngram", "num_draft_tokens": 3, "adaptive": False},
         "compile": {"mode": "none"},
         "scheduler": {"max_num_seqs": 3},
         "sampling": {"max_tokens": 12},

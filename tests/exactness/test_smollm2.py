@@ -26,7 +26,7 @@ def llm() -> Iterator[LLM]:
     torch.set_num_threads(os.cpu_count() or 1)
     settings = {
         "model": {"source": SOURCE, "dtype": "bfloat16", "device": "cpu", "max_model_len": 2048},
-        "speculative": {"method": "ngram", "num_draft_tokens": 5},
+        "speculative": {"method": "ngram", "num_draft_tokens": 5, "adaptive": False},
         "scheduler": {"max_num_seqs": 12},
         "compile": {"decode_buckets": [1]},
     }

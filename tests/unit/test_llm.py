@@ -19,7 +19,11 @@ from compspec import (
 )
 from tests.tiny_models import tiny_model_folder, tiny_tokenizer
 
-SETTINGS = {"compile": {"mode": "none"}, "speculative": {"method": "ngram", "num_draft_tokens": 3}, "device": "cpu"}
+SETTINGS = {
+    "compile": {"mode": "none"},
+    "speculative": {"method": "ngram", "num_draft_tokens": 3, "adaptive": False},
+    "device": "cpu",
+}
 PARAMS = SamplingParams(max_tokens=12)
 
 
@@ -130,7 +134,7 @@ def test_three_ways_to_make_one(folder: Path, tmp_path: Path, llm: LLM) -> None:
     path = tmp_path / "c.yaml"
     path.write_text(
         f"model: {{source: '{folder}', device: cpu}}\ncompile: {{mode: none}}\n"
-        "speculative: {method: ngram, num_draft_tokens: 3}\n",
+        "speculative: {method: ngram, num_draft_tokens: 3, adaptive: false}\n",
         encoding="utf-8",
     )
     assert LLM.from_yaml(path).config == llm.config

@@ -276,6 +276,8 @@ class DraftLengths:
         self._num_steps = 0
         self._credit = 0.0
         self._wanted = 0.0
+        self._off: set[str] = set()
+        self._probe_loss: float | None = None
         self._rate = 0.0
 
     def limit(self, batch: Batch) -> Batch:
@@ -287,6 +289,7 @@ class DraftLengths:
         limits = [min(entry.max_draft_tokens, self._size) for entry in able]
         states = [self._state(entry.request) for entry in able]
         buckets = self._buckets(size, max(entry.num_new_tokens for entry in batch.scheduled))
+        self._off, self._probe_loss, self._wanted = set(), None, 0.0
         most = self._measurable(buckets)
         if most is not None:
             return _limited(batch, [min(limit, most) for limit in limits])
@@ -298,17 +301,18 @@ class DraftLengths:
         shape = _Shape(self._costs, buckets)
         lengths = self._best(shape, size, limits, states)
         is_off = [length == 0 for length in lengths]
-        is_probe, self._wanted = False, 0.0
         if any(is_off):
             tried, loss = self._cheapest(shape, limits, states, lengths)
             if loss <= FREE:
                 lengths, is_off = tried, [False] * len(able)
             elif loss <= self._credit:
-                lengths, is_probe = tried, True
+                lengths, self._probe_loss = tried, loss
             else:
                 self._wanted = loss
         for entry, limit, state, off in zip(able, limits, states, is_off, strict=True):
-            self._mark(entry.request, state, off, is_probe, limit, shape)
+            self._mark(entry.request, state, off, limit, shape)
+            if off:
+                self._off.add(entry.request.request_id)
         return _limited(batch, lengths)
 
     def observe(self, batch: Batch, output: StepOutput, *, propose_s: float, step_s: float) -> None:
@@ -327,12 +331,7 @@ class DraftLengths:
         plain = self._bucket_of(size, max(entry.num_new_tokens for entry in batch.scheduled))
         asked = min(max(entry.max_draft_tokens for entry in batch.scheduled), self._size)
         costs.add(self._num_steps, bucket, plain, asked, sum(drafted), propose_s, step_s - propose_s)
-        self._credit += MAX_LOSS
-        base = costs.step(plain) + costs.tables[plain][0]
-        if asked and base:
-            took = max(costs.step(bucket), costs.step(plain)) + costs.tables[plain][asked] + costs.row * sum(drafted)
-            self._credit += sum(output.num_accepted_tokens) / size - (took - base) / base
-        self._credit = max(-MAX_DEBT, min(self._credit, max(MAX_CREDIT, self._wanted)))
+        self._account(batch, output, bucket, plain, asked)
         for entry, count, accepted in zip(batch.scheduled, drafted, output.num_accepted_tokens, strict=True):
             state = self._states.get(entry.request.request_id)
             if state is None:
@@ -374,6 +373,20 @@ class DraftLengths:
                 buckets.append((length, bucket))
         return buckets
 
+    def _account(self, batch: Batch, output: StepOutput, bucket: Hashable, plain: Hashable, asked: int) -> None:
+        """What a step earned for probes; a step that has both kinds of requests tells of its probes alone."""
+        costs, size, accepted = self._costs, len(batch.scheduled), output.num_accepted_tokens
+        base = costs.step(plain) + costs.tables[plain][0]
+        credit = self._credit + MAX_LOSS
+        if self._probe_loss is not None:
+            won = [n for e, n in zip(batch.scheduled, accepted, strict=True) if e.request.request_id in self._off]
+            credit += sum(won) / size - self._probe_loss
+        elif asked and base and not self._off:
+            took = max(costs.step(bucket), costs.step(plain)) + costs.tables[plain][asked]
+            took += costs.row * sum(output.num_draft_tokens)
+            credit += sum(accepted) / size - (took - base) / base
+        self._credit = max(-MAX_DEBT, min(credit, max(MAX_CREDIT, self._wanted)))
+
     def _best(self, shape: _Shape, size: int, limits: list[int], states: list[_State]) -> list[int]:
         row = shape.row * (self._rate or size / shape.plain)  # what a row costs, in tokens
         worthwhile = []
@@ -413,8 +426,8 @@ class DraftLengths:
         more = trial(last)
         return more if more[1] <= 1.5 * one[1] + FREE else one
 
-    def _mark(self, request: Request, state: _State, off: bool, is_probe: bool, limit: int, shape: _Shape) -> None:
-        stats = request.stats
+    def _mark(self, request: Request, state: _State, off: bool, limit: int, shape: _Shape) -> None:
+        stats, is_probe = request.stats, self._probe_loss is not None
         if off:
             stats.num_probes += is_probe
             stats.num_undrafted_steps += not is_probe
