@@ -1,6 +1,7 @@
 """Makes a small draft model for a target: a few of its layers, trained on what the target itself says.
 
-    python tools/distill_draft.py -c configs/bench.yaml --prompts prompts.jsonl --num-layers 2 --output draft/
+    compspec generate -c configs/bench.yaml --prompts prompts.jsonl --output outputs.jsonl
+    python tools/distill_draft.py -c configs/bench.yaml --prompts prompts.jsonl --outputs outputs.jsonl --save draft/
 
 The result is a model folder with the target's tokenizer, for `speculative: {method: draft_model, model: draft/}`.
 Embedding, last norm and head are copied from the target, and only the norm is trained with the layers, which start as
@@ -10,6 +11,7 @@ benchmark. On a CPU this takes minutes for a model of 100 million parameters and
 
 import argparse
 import copy
+import json
 import random
 import sys
 import time
@@ -21,58 +23,61 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
-from compspec import LLM, CompspecError, SamplingParams
+from compspec import LLM, CompspecError
 from compspec.jsonl import read_prompts
 
 IGNORED = -100
 
+_NORM_RATE = 20.0
+
 
 def main() -> None:
-    """Generates, trains, saves."""
+    """Reads, trains, saves."""
     args = _arguments()
     try:
-        overrides = {"speculative": {"method": "none"}, "scheduler.max_num_seqs": args.batch_size}
-        llm = LLM.from_yaml(args.config, **overrides)
+        # The model and its tokenizer are wanted, not its speed.
+        llm = LLM.from_yaml(args.config, speculative={"method": "none"}, compile={"mode": "none"}, numerics="fast")
         texts = _texts(llm, args)
     except CompspecError as error:
         sys.exit(f"error: {error}")
     target: Any = llm.engine.loaded.adapter.module
     draft = shorter_model(target, args.num_layers)
     train(draft, texts, args.epochs, args.learning_rate, args.batch_size, args.seed)
-    draft.to(llm.engine.loaded.adapter.dtype).save_pretrained(args.output)
-    llm.tokenizer.save_pretrained(args.output)
-    print(f"saved {args.output}")
+    draft.to(llm.engine.loaded.adapter.dtype).save_pretrained(args.save)
+    llm.tokenizer.save_pretrained(args.save)
+    print(f"saved {args.save}")
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-c", "--config", type=Path, required=True, help="of the target")
     parser.add_argument("--prompts", type=Path, required=True, help="JSONL as for compspec generate")
-    parser.add_argument("--output", type=Path, required=True, help="folder of the draft model")
+    parser.add_argument("--outputs", type=Path, required=True, help="what compspec generate made of them")
+    parser.add_argument("--save", type=Path, required=True, help="folder of the draft model")
     parser.add_argument("--num-layers", type=int, default=2)
-    parser.add_argument("--max-tokens", type=int, default=128, help="that the target says to each prompt")
-    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
-    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
     args: argparse.Namespace = parser.parse_args()
     return args
 
 
 def _texts(llm: LLM, args: argparse.Namespace) -> list[tuple[list[int], list[int]]]:
-    """Prompt and greedy output of every line."""
-    prompts = []
+    """Prompt and output of every line, token ids."""
+    lines = map(json.loads, args.outputs.read_text(encoding="utf-8").splitlines())
+    said = {str(line["id"]): line["token_ids"] for line in lines}
+    texts = []
     for line in read_prompts(args.prompts):
         if line.prompt_token_ids is not None:
-            prompts.append(line.prompt_token_ids)
+            prompt = line.prompt_token_ids
+        elif line.messages is not None:
+            prompt = llm.chat_token_ids(line.messages)
         else:
-            messages = line.messages or [{"role": "user", "content": line.prompt or ""}]
-            prompts.append(llm.chat_token_ids(messages))
-    started = time.perf_counter()
-    outputs = llm.generate(prompts, SamplingParams(max_tokens=args.max_tokens))
-    count = sum(len(output.token_ids) for output in outputs)
-    print(f"{len(prompts)} prompts, {count} output tokens in {time.perf_counter() - started:.0f} s", flush=True)
-    return [(output.prompt_token_ids, output.token_ids) for output in outputs]
+            prompt = llm.encode(line.prompt or "")
+        texts.append((prompt, said[str(line.id)]))
+    print(f"{len(texts)} prompts, {sum(len(output) for _, output in texts)} output tokens", flush=True)
+    return texts
 
 
 def shorter_model(target: Any, num_layers: int) -> Any:
@@ -105,9 +110,14 @@ def train(
     for parameter in model.parameters():
         parameter.requires_grad_(id(parameter) not in frozen)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=rate, weight_decay=0.01)
+    # Norms set the scale of the logits, which is far off at first.
+    groups = [{"params": [one for one in trained if one.dim() > 1], "lr": rate}]
+    groups.append({"params": [one for one in trained if one.dim() <= 1], "lr": _NORM_RATE * rate})
+    optimizer = torch.optim.AdamW(groups, weight_decay=0.01)
     batches = _batches(texts, batch_size)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=epochs * len(batches))
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, [rate, _NORM_RATE * rate], total_steps=epochs * len(batches), pct_start=0.1
+    )
     shuffle = random.Random(seed)
     model.train()
     for epoch in range(epochs):

@@ -102,7 +102,8 @@ class Request:
     Attributes:
         rank: of two requests the one with the smaller rank is admitted first and preempted last.
         block_ids: its blocks in logical order.
-        block_keys, num_kept_blocks: of its full blocks, the names of their contents, and how many others may find.
+        block_keys, num_kept_blocks: of its full blocks, the names of their contents, and how many from the first are in
+            the prefix cache, so complete for every model that uses them.
         end_check: told of every output token in order, but not of one that ends the output by its id.
         stop_reason: the stop token id or text that ended the output; None for the model's EOS.
         error: why the request failed, with finish_reason ERROR.

@@ -151,7 +151,9 @@ class DraftModelProposer(Proposer):
 
     def _catch_up(self, request: Request) -> int:
         """Computes what the model missed, until `DRAFT_ROWS` rows are enough; returns the position of the first."""
-        num_valid = self._num_valid.get(request.request_id, 0)
+        # A request that lost its blocks may have found its whole prompt again.
+        found = request.num_kept_blocks * self._drafter.runner.block_size
+        num_valid = self._num_valid.get(request.request_id, found)
         if request.num_tokens - num_valid > DRAFT_ROWS:
             num_valid = self._run_prompt(request, num_valid, request.num_tokens - 1)
         assert num_valid < request.num_tokens

@@ -103,7 +103,8 @@ class Drafter:
         bucket = self.runner.buckets.select(len(queries), DRAFT_ROWS, is_prefill=False)
         logits = self.runner.run(bucket, queries)
         last = [index * bucket.query_len + len(query.token_ids) - 1 for index, query in enumerate(queries)]
-        rows = logits.flatten(0, 1)[upload([np.array(last)], logits.device)[0]][:, : self._vocab_size]
+        rows = logits.flatten(0, 1)[upload([np.array(last)], logits.device)[0]]
+        # Cuts off where the model has more token ids than the target.
         rows = F.pad(rows, (0, self._vocab_size - rows.shape[-1]), value=float("-inf"))
         # Scores name the row after no draft.
         return Scores(logits=rows, first_row=tuple(index - place for index in range(len(queries))))

@@ -46,6 +46,7 @@ class PrefixCache:
         found = self.find(request)
         self._pool.hold(found)
         request.block_ids = [*request.block_ids, *found]
+        request.num_kept_blocks += len(found)
         num_tokens = len(found) * self._pool.block_size
         request.num_computed_tokens += num_tokens
         if request.stats.num_preemptions == 0:
@@ -79,7 +80,7 @@ class PrefixCache:
             if keys
             else b""
             if salt is None
-            else hashlib.sha256(salt.encode("utf-8", "surrogatepass")).digest()
+            else hashlib.sha256(salt.encode()).digest()
         )
         for index in range(len(keys), num_tokens // size):
             tokens = request.token_ids[index * size : (index + 1) * size].tobytes()

@@ -3,7 +3,7 @@
 import bisect
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from compspec.batch import Batch, ScheduledRequest, StepOutput
@@ -32,7 +32,7 @@ class Scheduler:
         pool: the KV blocks.
         prefix_cache: where requests find the beginnings of others; None for no sharing.
         max_num_seqs: slots.
-        prefill_chunk: tokens per prompt chunk; chunk boundaries are multiples of it.
+        prefill_chunk: tokens per prompt chunk.
         query_len: rows that a decode step has for a request.
         max_draft_tokens: K.
         eos_token_ids: the model's end tokens.
@@ -191,9 +191,7 @@ class Scheduler:
         """Starts those that wait, in their order, while there are slots, and blocks for all that is known of them."""
         while self.waiting and self._free_slots:
             request = self.waiting[0]
-            # Those that run already get what they know they need, and a block to go on.
-            promised = sum(self._num_missing(each) + 1 for each in self.running)
-            if self._num_missing(request) + promised > self.pool.num_free:
+            if self._num_missing(request) + self._num_promised(self.running) > self.pool.num_free:
                 return
             self.waiting.pop(0)
             request.slot = self._free_slots.pop()
@@ -202,6 +200,10 @@ class Scheduler:
                 request.admitted_at = now
                 request.stats.queue_s = now - request.arrived_at
             bisect.insort(self.running, request, key=_rank)
+
+    def _num_promised(self, requests: Iterable[Request]) -> int:
+        """Blocks that requests which run will need: for what is known of them, and one to go on."""
+        return sum(max(0, self._num_missing(request)) + 1 for request in requests)
 
     def _num_missing(self, request: Request) -> int:
         """Blocks to be taken until the next token is sampled; those that others hold as well need not be."""
@@ -247,7 +249,7 @@ class Scheduler:
         return [self._with_drafts(entry) for entry in entries]
 
     def _with_drafts(self, entry: ScheduledRequest) -> ScheduledRequest:
-        """Adds room for drafts, as far as there are blocks: nobody is preempted for a guess."""
+        """Adds room for drafts, as far as there are blocks that nobody needs: nobody is preempted for a guess."""
         request = entry.request
         if request.is_behind:
             return entry
@@ -255,9 +257,12 @@ class Scheduler:
         room = request.max_tokens - request.num_output_tokens - 1
         asked = request.params.speculative
         drafts = min(self._max_draft_tokens if asked is None else int(asked), self._max_draft_tokens, room)
-        blocks = len(request.block_ids) + self.pool.num_free
-        drafts = min(drafts, blocks * self.pool.block_size - request.num_tokens)
         missing = self.pool.blocks_for(request.num_tokens + drafts) - len(request.block_ids)
+        if missing > 0:
+            others = self._num_promised(each for each in self.running if each is not request)
+            missing = min(missing, max(0, self.pool.num_free - others))
+            blocks = len(request.block_ids) + missing
+            drafts = min(drafts, blocks * self.pool.block_size - request.num_tokens)
         request.block_ids = [*request.block_ids, *self.pool.allocate(max(0, missing))]
         return replace(entry, max_draft_tokens=drafts)
 

@@ -157,12 +157,17 @@ def _empty_and_double(a: list[nn.Module]) -> dict[str, nn.Module]:
     return {"layers": nn.ModuleList([_Layer(a[0], a[1]), _Layer(), _Layer(a[2]), _Layer(a[3])])}
 
 
+def _one_in_two_layers(a: list[nn.Module]) -> dict[str, nn.Module]:
+    return {"layers": nn.ModuleList([_Layer(a[0], a[1]), *map(_Layer, a[1:])])}
+
+
 def _no_list(a: list[nn.Module]) -> dict[str, nn.Module]:
     return {f"layer{number}": _Layer(each) for number, each in enumerate(a)}
 
 
 @pytest.mark.parametrize(
-    "parts", [_two_lists, _another_order, _two_in_a_layer, _one_list_too_long, _empty_and_double, _no_list]
+    "parts",
+    [_two_lists, _another_order, _two_in_a_layer, _one_list_too_long, _empty_and_double, _one_in_two_layers, _no_list],
 )
 def test_layers_that_are_not_one_list_with_one_attention_each_are_refused(parts):
     attention = _attention()

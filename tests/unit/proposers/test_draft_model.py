@@ -91,7 +91,7 @@ class Drafting:
             batch = prefill(self.request, 0, start, count)
             self.proposer.prefill(batch)
             self.finish(batch, [7] if start + count == num_prompt else [], 0)
-        self.runner.calls.clear()
+        self.prompt_rows = self.rows()
 
     def batch(self, most: int) -> Batch:
         return Batch(scheduled=(entry(self.request, 0, max_drafts=most),), is_prefill=False)
@@ -142,11 +142,11 @@ def greedy(tokens: Sequence[int], count: int) -> list[int]:
     return found
 
 
-def test_a_prompt_is_followed_in_the_targets_chunks() -> None:
-    drafting = Drafting(10)
-    assert drafting.num_valid == 10
-    drafting = Drafting(1)
-    assert drafting.num_valid == 1
+@pytest.mark.parametrize(("length", "chunks"), [(1, [1]), (4, [4]), (10, [4, 4, 2])])
+def test_a_prompt_is_followed_in_the_targets_chunks(length: int, chunks: list[int]) -> None:
+    drafting = Drafting(length)
+    assert drafting.prompt_rows == [(True, sum(chunks[:place]), count) for place, count in enumerate(chunks)]
+    assert drafting.num_valid == length
 
 
 @pytest.mark.parametrize("accepted", range(K + 1))
