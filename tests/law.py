@@ -215,8 +215,12 @@ PROPOSERS: dict[str, dict[str, dict[str, Any]]] = {
     "layer_skip": {"": {"num_layers": 1}},
     "chain": {
         "": {"proposers": ["suffix", "ngram"]},
-        "with a model": {"proposers": [{"method": "suffix", "min_match": 3}, {"method": "draft_model", "model": OTHER}]},
-        "with layers": {"proposers": [{"method": "ngram", "prompt_lookup_min": 3}, {"method": "layer_skip", "num_layers": 1}]},
+        "with a model": {
+            "proposers": [{"method": "suffix", "min_match": 3}, {"method": "draft_model", "model": OTHER}]
+        },
+        "with layers": {
+            "proposers": [{"method": "ngram", "prompt_lookup_min": 3}, {"method": "layer_skip", "num_layers": 1}]
+        },
     },
 }
 """Of each proposer the options that tests of the law run it with."""
@@ -244,7 +248,10 @@ def proposing(case: str, target: Path | str, other: Path | str) -> dict[str, Any
             return [filled(each) for each in value]
         return folders.get(value, value) if isinstance(value, str) else value
 
-    return {"speculative__method": name, **{f"speculative__{key}": filled(v) for key, v in PROPOSERS[name][row].items()}}
+    return {
+        "speculative__method": name,
+        **{f"speculative__{key}": filled(v) for key, v in PROPOSERS[name][row].items()},
+    }
 
 
 @dataclass(frozen=True)
@@ -369,7 +376,9 @@ def assert_same_tokens(found: Sequence[Request], jobs: Sequence[Job], solo: Solo
         if (request.output_token_ids, str(request.finish_reason)) == (tokens, reason):
             continue
         pairs = enumerate(zip(request.output_token_ids, tokens, strict=False))
-        at = next((place for place, (ours, theirs) in pairs if ours != theirs), min(len(tokens), len(tokens)))
+        at = next(
+            (place for place, (ours, theirs) in pairs if ours != theirs), min(len(tokens), request.num_output_tokens)
+        )
         top = list(solo(job.with_params(logprobs=2))[4][min(at, len(tokens) - 1)].items())[-2:]
         margin = top[0][1].logprob - top[1][1].logprob
         raise AssertionError(f"{request.output_token_ids} is not {tokens}; at {at}, where the top-2 margin is {margin}")
@@ -385,7 +394,10 @@ def kv_of(runner: ModelRunner, block_ids: Sequence[int], num_tokens: int) -> Ten
 
 def per_request_state(engine: Engine) -> dict[str, int]:
     """How many requests each part of the engine knows something of; none, where no request is unfinished."""
-    sizes: dict[str, int] = {"engine": len(engine._requests), "held blocks": engine.pool.num_usable - engine.pool.num_free}
+    sizes: dict[str, int] = {
+        "engine": len(engine._requests),
+        "held blocks": engine.pool.num_usable - engine.pool.num_free,
+    }
     lengths = getattr(engine, "_draft_lengths", None)
     if lengths is not None:
         sizes["draft lengths"] = len(lengths._states)

@@ -77,11 +77,16 @@ class BlockPool:
                     self._free.move_to_end(block, last=False)
 
     def set_key(self, block: int, key: bytes) -> None:
-        """Names the contents of a block in use, unless another block has them already."""
+        """Names the contents of a block in use, unless another block in use has them already."""
         assert self._holders[block] > 0, "naming a free block"
-        if key not in self._by_key and self._keys[block] is None:
-            self._by_key[key] = block
-            self._keys[block] = key
+        other = self._by_key.get(key)
+        if self._keys[block] is not None or (other is not None and self._holders[other] > 0):
+            return
+        if other is not None:  # free, so it could be handed out at any moment; without a key it is the next
+            self._keys[other] = None
+            self._free.move_to_end(other, last=False)
+        self._by_key[key] = block
+        self._keys[block] = key
 
     def drop_keys(self) -> None:
         """Forgets what blocks hold."""

@@ -188,8 +188,14 @@ class SimplePool:
                 self.plain.insert(0, block)
 
     def set_key(self, block: int, key: bytes) -> None:
-        if key not in self.keys.values() and block not in self.keys:
-            self.keys[block] = key
+        owner = next(iter(self.find(key)), None)
+        if block in self.keys or (owner is not None and self.holders[owner]):
+            return
+        if owner is not None:  # a free block gives its name to one in use
+            del self.keys[owner]
+            self.named.remove(owner)
+            self.plain.insert(0, owner)
+        self.keys[block] = key
 
     def find(self, key: bytes) -> list[int]:
         return [block for block, name in self.keys.items() if name == key]
@@ -239,3 +245,15 @@ def test_blocks_are_held_found_and_handed_out_exactly_as_by_a_simple_pool(
         assert [pool.num_holders(block) for block in range(num_blocks)] == [counts[b] for b in range(num_blocks)]
         assert [pool.find([key]) for key in keys] == [simple.find(key) for key in keys]
         assert pool.num_keyed == len(simple.keys)
+
+
+def test_a_block_in_use_takes_over_the_name_of_a_free_one() -> None:
+    pool = BlockPool(4, 16)
+    old, new = pool.allocate(2)
+    pool.set_key(old, b"text")
+    pool.release([old])
+    pool.set_key(new, b"text")
+    assert pool.find([b"text"]) == [new]
+    assert pool.allocate(1) == [old], "what nobody can find goes first"
+    pool.release([new])
+    assert pool.find([b"text"]) == [new]
