@@ -75,13 +75,7 @@ class PrefixCache:
         """Of the blocks of the first `num_tokens`; the request remembers them, for its tokens never change."""
         keys, size = request.block_keys, self._pool.block_size
         salt = request.params.cache_salt
-        key = (
-            keys[-1]
-            if keys
-            else b""
-            if salt is None
-            else hashlib.sha256(salt.encode()).digest()
-        )
+        key = keys[-1] if keys else b"" if salt is None else hashlib.sha256(salt.encode()).digest()
         for index in range(len(keys), num_tokens // size):
             tokens = request.token_ids[index * size : (index + 1) * size].tobytes()
             key = hashlib.sha256(key + tokens).digest()
