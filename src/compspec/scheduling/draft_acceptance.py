@@ -62,17 +62,32 @@ class Acceptance:
         self._accepted = _Chain(size, memory)
 
     def add(self, asked: int, drafted: int, accepted: int, fade: float = 1.0) -> None:
+        """One step; with `fade` it counts that much more than those before it."""
         self._lengths.add(drafted, asked, fade)
         # Steps without drafts say nothing of drafts; one that drafted less than asked ends like a rejection.
         if drafted:
             self._accepted.add(accepted, asked, fade)
 
     def shares(self, lengths: Sequence[float], accepted: Sequence[float]) -> tuple[list[float], list[float]]:
+        """By position, given the one before it: the chance that a draft is made, and that one is accepted.
+
+        Args:
+            lengths, accepted: the same as expected beforehand.
+        """
         return self._lengths.shares(lengths, False), self._accepted.shares(accepted, True)
 
 
 class RequestAcceptance:
-    """What is known of one request."""
+    """What is known of one request.
+
+    Attributes:
+        num_idle: steps since drafts were last asked for.
+        is_stale: whether `refresh` has something new to tell.
+        is_probed: whether it drafts in this step to see whether it would pay.
+        off_because: the reason that its statistics give, while it does not draft.
+        drafted: by position, the chance that a draft is made there.
+        rows, tokens: by how many drafts are asked for, 0 included: expected drafts, expected accepted ones.
+    """
 
     def __init__(self, size: int) -> None:
         self.acceptance = Acceptance(size, REQUEST_MEMORY)
@@ -83,11 +98,12 @@ class RequestAcceptance:
         self.is_stale = True
         self.is_probed = False
         self.off_because: str | None = None
-        self.drafted: list[float] = []  # by position: the chance that a draft is made there
-        self.rows: list[float] = []  # by k: expected drafts, accepted drafts
+        self.drafted: list[float] = []
+        self.rows: list[float] = []
         self.tokens: list[float] = []
 
     def add(self, asked: int, drafted: int, accepted: int) -> None:
+        """One step in which drafts were asked for."""
         self.num_idle = 0
         if drafted and self.tokens:
             is_hit = accepted > 0
@@ -106,6 +122,7 @@ class RequestAcceptance:
         self.is_stale = True
 
     def refresh(self, prior: tuple[list[float], list[float]]) -> None:
+        """Works out what to expect, with the engine's shares as prior."""
         self.is_stale = False
         lengths, shares = self.acceptance.shares(*prior)
         made, kept, rows, tokens = 1.0, lengths[0], 0.0, 0.0

@@ -39,7 +39,14 @@ class _Times:
 
 
 class StepCosts:
-    """Seconds of steps: by shape, by row, and of the proposer by the most drafts asked of it."""
+    """Seconds of steps.
+
+    Attributes:
+        steps: by shape, without the proposer and the rows of drafts.
+        proposals: of the proposer, by the shape without drafts and the most drafts asked of it for any request.
+        tables: the same for every number of drafts, 0 to K.
+        row: of one more sampled row.
+    """
 
     def __init__(self, size: int) -> None:
         self.steps: dict[Hashable, _Times] = {}
@@ -52,6 +59,15 @@ class StepCosts:
     def add(
         self, now: int, bucket: Hashable, plain: Hashable, asked: int, num_drafts: int, propose_s: float, rest_s: float
     ) -> None:
+        """One step.
+
+        Args:
+            now: counts steps.
+            bucket, plain: the shape it ran in, and the one it would have run in without drafts.
+            asked: the most drafts asked for.
+            num_drafts: of all requests, as many as were made.
+            propose_s, rest_s: seconds in the proposer, and in all else.
+        """
         times = self.steps.setdefault(bucket, _Times())
         if times.is_known:
             expected = times.typical + self.row * num_drafts
@@ -64,7 +80,7 @@ class StepCosts:
         self.tables[plain] = self._table(proposals)
 
     def step(self, bucket: Hashable) -> float:
-        """0 where it is not known."""
+        """Seconds of a step in this shape; 0 where it is not known."""
         times = self.steps.get(bucket)
         return times.typical if times is not None and times.is_known else 0.0
 
