@@ -33,7 +33,7 @@ class Side:
 
     Attributes:
         name: in the table.
-        llm: several sides can share one.
+        llm: its own, because a store of outputs would know a prompt from the other sides.
         speculative: of the requests: None, or at most so many drafts.
         seconds, tokens, steps: by category, one entry per prompt and round.
     """
@@ -136,10 +136,11 @@ def _sides(args: argparse.Namespace, console: Console) -> list[Side]:
     sides = [Side(name="none", llm=engine("none", method="none"), speculative=None)]
     for method in methods:
         common = {"method": method, "num_draft_tokens": MOST, **options[method]}
-        fixed = engine(f"{method}, fixed", adaptive=False, **common)
-        sides += [Side(name=f"{method} {k}", llm=fixed, speculative=int(k)) for k in args.fixed.split(",") if k]
-        adaptive = engine(f"{method}, adaptive", adaptive=True, **common)
-        sides.append(Side(name=f"{method} adaptive", llm=adaptive, speculative=None))
+        for k in args.fixed.split(","):
+            name = f"{method} {k}"
+            sides.append(Side(name=name, llm=engine(name, adaptive=False, **common), speculative=int(k)))
+        name = f"{method} adaptive"
+        sides.append(Side(name=name, llm=engine(name, adaptive=True, **common), speculative=None))
     return sides
 
 

@@ -53,7 +53,7 @@ class SpeculativeSection(BaseModel):
         None,
         description="choose the number of drafts per request and step, up to num_draft_tokens, by what drafts win and "
         "cost as measured; none where they do not pay. Default: with verifier: equality, whose outputs do not depend "
-        "on it",
+        "on it (with numerics: fast, but for near-ties)",
     )
     scorer: Literal["multi_query", "batch_expansion"] = Field(
         "multi_query",
@@ -64,8 +64,8 @@ class SpeculativeSection(BaseModel):
         "equality",
         description="equality: a draft is kept iff the target chooses it, and the output is the same as without "
         "speculation, sampled or not; rejection: the ratio test, which keeps the distribution of sampled outputs but "
-        "not their tokens (greedy outputs stay the same); those hang on what is drafted, and with a method that learns "
-        "from other requests (suffix) a seed does not bring them back",
+        "not their tokens (greedy outputs stay the same); those hang on what is drafted, and a seed does not bring "
+        "them back with a method that learns from other requests (suffix), nor where KV blocks run short",
     )
     block_verification: bool = Field(
         False, description="rejection: test the drafts of a window together instead of one by one; keeps more of them"
@@ -96,7 +96,7 @@ class CacheSection(Section):
     prefix_caching: bool = Field(
         True,
         description="requests that begin with the same tokens share their blocks: full blocks of verified tokens; in "
-        "exact numerics those of full prompt chunks (numerics.prefill_chunk)",
+        "exact numerics those of full prompt chunks, so numerics.prefill_chunk should be a multiple of block_size",
     )
 
     @field_validator("block_size")

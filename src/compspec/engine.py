@@ -4,7 +4,8 @@ import itertools
 import logging
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -115,6 +116,8 @@ class Engine:
         if speculative.verifier == "rejection":
             self._verifier = RejectionVerifier(self._noise, block=speculative.block_verification)
         self._draft_lengths = self._make_draft_lengths()
+        self._is_stepping = False
+        self._deferred: list[Request] = []  # aborted or preempted from within a step
         self._requests: dict[str, Request] = {}
         self.num_aborts = 0
         self._numbers = itertools.count()
@@ -176,6 +179,10 @@ class Engine:
         Returns:
             What it gave each request that sampled; empty when there was nothing to do.
         """
+        with self._deferring():
+            return self._step()
+
+    def _step(self) -> list[TokenDelta]:
         started = time.perf_counter()
         batch = self.scheduler.schedule()
         if batch is None:
@@ -202,25 +209,40 @@ class Engine:
         return deltas
 
     def abort(self, request_id: str) -> TokenDelta | None:
-        """Ends a request now and frees what it holds; None if there is no such unfinished request."""
-        request = self._requests.pop(request_id, None)
-        if request is None:
-            return None
-        self.scheduler.abort(request)
-        self._forget(request)
+        """Ends a request now and frees what it holds; None if there is no such unfinished request.
+
+        Called from within a step (by a logits processor, a check for stop texts, a stream that is collected), it takes
+        effect at once, and what the request holds is free when the step ends.
+        """
+        request = self._requests.get(request_id)
+        if request is None or request.finish_reason is not None:
+            return None  # or it ended in this very step, which tells
+        del self._requests[request_id]
+        if self._is_stepping:
+            request.finish_reason = FinishReason.ABORT
+            self._deferred.append(request)
+        else:
+            self.scheduler.abort(request)
+            self._forget(request)
         self.num_aborts += 1
         return TokenDelta(request=request, token_ids=(), finish_reason=FinishReason.ABORT)
 
     def preempt(self, request_id: str) -> bool:
         """Takes the blocks of a request that runs; it resumes later, and its output stays the same.
 
+        Called from within a step, it takes effect when the step ends.
+
         Returns:
             Whether there is such a request and it was running.
         """
         request = self._requests.get(request_id)
-        if request is None or not self.scheduler.preempt(request):
+        if request is None or request.slot is None:
             return False
-        self._forget(request)
+        if self._is_stepping:
+            self._deferred.append(request)
+        else:
+            self.scheduler.preempt(request)
+            self._forget(request)
         return True
 
     def reset(self) -> None:
@@ -249,6 +271,23 @@ class Engine:
         drafts = self._proposer.propose(batch)
         check_drafts(batch, drafts, self.vocab_size)
         return drafts
+
+    @contextmanager
+    def _deferring(self) -> Iterator[None]:
+        """A step, in which no request loses its blocks but by the scheduler."""
+        self._is_stepping = True
+        try:
+            yield
+        finally:
+            self._is_stepping = False
+            deferred, self._deferred = self._deferred, []
+            for request in dict.fromkeys(deferred):
+                if request.finish_reason is FinishReason.ABORT:
+                    self.scheduler.drop(request)
+                    self._forget(request)
+                elif request.finish_reason is None:
+                    self.scheduler.preempt(request)
+                    self._forget(request)
 
     def _forget(self, request: Request) -> None:
         """Tells those with state per request that one has ended or was preempted."""
@@ -282,6 +321,9 @@ class Engine:
         scored: float,
     ) -> None:
         stats = self.stats
+        if self._draft_lengths is not None and not deltas and self.loaded.adapter.device.type == "cuda":
+            # Nothing was read, so the device is still at work: the next step must not be charged with it.
+            torch.cuda.synchronize()
         ended = time.perf_counter()
         stats.num_forwards += 1
         stats.propose_s += proposed - started

@@ -13,7 +13,7 @@ class SpecStats:
         num_requests: finished requests.
         num_prompt_tokens, num_output_tokens: of those requests.
         num_cached_tokens: prompt tokens of them whose keys and values came from the prefix cache.
-        num_preemptions: how often a request lost its blocks to an older one and started over.
+        num_preemptions: how often a request lost its blocks, as a rule to an older one, and resumed later.
         num_undrafted_steps, num_probes: request-steps in which nothing was drafted because drafts did not pay, and how
             often it was tried again.
         num_decode_steps, num_decode_tokens: request-steps after the prompt, and the tokens they gave.

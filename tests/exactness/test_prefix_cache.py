@@ -322,3 +322,17 @@ def test_mixed_requests_with_shared_beginnings_and_salts_keep_the_law(target: Pa
     for _ in range(2):
         assert_same(run_jobs(engine, jobs), jobs, solo)
     assert engine.stats.num_cached_tokens > 0
+
+
+def test_no_salt_can_pass_for_the_tokens_of_another_request(target: Path) -> None:
+    """A salt whose bytes are those of somebody's first block must not lead into that request's chain."""
+    first, other, shared, end = ([token] * 16 for token in (5, 9, 7, 3))
+    salt = torch.tensor(first, dtype=torch.int32).numpy().tobytes().decode()
+    engine = make_engine(target, numerics__prefill_chunk=16)
+    salted = GREEDY.model_copy(update={"cache_salt": salt})
+    jobs = [Job((*other, *shared, *end), salted), Job((*first, *other, *end), GREEDY)]
+    run_jobs(engine, [Job((*first, *shared, *end), GREEDY)])
+    run_jobs(engine, jobs[:1])
+    (found,) = run_jobs(engine, jobs[1:])
+    assert found.stats.num_cached_tokens == 16, "its first block alone is known"
+    assert_same([found], jobs[1:], Solo(target))

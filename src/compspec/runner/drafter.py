@@ -75,7 +75,7 @@ class Drafter:
             if not active:
                 break
             queries = [self._query(entries[index], starts[index], tokens[index]) for index in active]
-            scores = self._score(queries, place)
+            scores = self._score(queries)
             batch = Batch(scheduled=tuple(entries[index] for index in active), is_prefill=False)
             so_far = DraftTokens.from_lists([tokens[index] for index in active], place)
             metadata = self._metadata.build(batch, so_far, scores, newest_only=True)
@@ -98,7 +98,7 @@ class Drafter:
         )
         return Query(token_ids=request.token_ids[start:].tolist(), start=start, block_ids=request.block_ids)
 
-    def _score(self, queries: list[Query], place: int) -> Scores:
+    def _score(self, queries: list[Query]) -> Scores:
         """One row per request, after its newest token or draft."""
         bucket = self.runner.buckets.select(len(queries), DRAFT_ROWS, is_prefill=False)
         logits = self.runner.run(bucket, queries)
@@ -106,8 +106,7 @@ class Drafter:
         rows = logits.flatten(0, 1)[upload([np.array(last)], logits.device)[0]]
         # Cuts off where the model has more token ids than the target.
         rows = F.pad(rows, (0, self._vocab_size - rows.shape[-1]), value=float("-inf"))
-        # Scores name the row after no draft.
-        return Scores(logits=rows, first_row=tuple(index - place for index in range(len(queries))))
+        return Scores(logits=rows, first_row=tuple(range(len(queries))))
 
 
 def draft_tokens(drafted: Drafted, rows: Sequence[int], num_requests: int, num_draft_tokens: int) -> DraftTokens:

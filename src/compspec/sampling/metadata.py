@@ -237,7 +237,8 @@ class MetadataState:
         """Makes the metadata of a step.
 
         Args:
-            newest_only: each request has one row, after its last draft: the next one is being drafted.
+            newest_only: each request has one row, after its last draft: the next one is being drafted, and
+                `scores.first_row` is that row.
         """
         entries = batch.scheduled
         # A prompt's last chunk has one row that samples, after its last token; a decode row follows each token.
@@ -246,7 +247,8 @@ class MetadataState:
         row_starts = np.concatenate(([0], np.cumsum(counts)))
         slots = [self._slot(entry.slot, entry.request) if entry.samples else None for entry in entries]
         request = np.repeat(np.arange(len(entries)), counts)
-        depth = np.arange(row_starts[-1]) - row_starts[request] + first_depth[request]
+        row = np.arange(row_starts[-1]) - row_starts[request]
+        depth = row + first_depth[request]
         params = [entry.request.params for entry in entries]
         first_row = np.array(scores.first_row, dtype=np.int64)
         window_start = np.array([entry.num_computed_tokens + entry.num_new_tokens for entry in entries], dtype=np.int64)
@@ -260,7 +262,7 @@ class MetadataState:
         top_k = per_row([min(each.top_k, self._vocab_size) for each in params], np.int64)
         bans, bias_index, bias = self._edits(batch, drafts, slots, row_starts, first_depth)
         groups = list(group_rows(temperature, top_p, self._group_sizes))
-        logit_rows = first_row[request] + depth
+        logit_rows = first_row[request] + row
         arrays = {
             "rows": logit_rows,
             "request": request,

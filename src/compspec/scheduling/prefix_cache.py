@@ -74,10 +74,17 @@ class PrefixCache:
     def _keys(self, request: Request, num_tokens: int) -> list[bytes]:
         """Of the blocks of the first `num_tokens`; the request remembers them, for its tokens never change."""
         keys, size = request.block_keys, self._pool.block_size
-        salt = request.params.cache_salt
-        key = keys[-1] if keys else b"" if salt is None else hashlib.sha256(salt.encode()).digest()
+        key = keys[-1] if keys else _root(request.params.cache_salt)
         for index in range(len(keys), num_tokens // size):
             tokens = request.token_ids[index * size : (index + 1) * size].tobytes()
             key = hashlib.sha256(key + tokens).digest()
             keys.append(key)
         return keys[: num_tokens // size]
+
+
+def _root(salt: str | None) -> bytes:
+    """What the first key hangs on."""
+    if salt is None:
+        return b""
+    # Keys are hashes of int32 tokens, after nothing or 32 bytes. A hash of 33 bytes is none of them, whatever the salt.
+    return hashlib.sha256(hashlib.sha256(salt.encode()).digest() + b"s").digest()

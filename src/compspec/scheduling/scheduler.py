@@ -89,9 +89,12 @@ class Scheduler:
 
     def abort(self, request: Request) -> None:
         """Ends a request now; its slot and blocks are free when this returns."""
-        if request.finish_reason is not None:
-            return
-        request.finish_reason = FinishReason.ABORT
+        if request.finish_reason is None:
+            request.finish_reason = FinishReason.ABORT
+            self.drop(request)
+
+    def drop(self, request: Request) -> None:
+        """Takes an aborted request's slot and blocks, or its place among those that wait."""
         if request.slot is None:
             self.waiting.remove(request)
         else:
@@ -155,13 +158,15 @@ class Scheduler:
             strict=True,
         ):
             request = entry.request
-            if request.slot is None:
-                continue  # aborted while the step ran: a dropped stream can be collected at any moment
+            if request.finish_reason is not None or request.slot is None:
+                continue  # aborted or preempted while the step ran: a dropped stream can be collected at any moment
             request.num_computed_tokens += entry.num_new_tokens + num_accepted
             if not entry.samples:
                 self._keep_prefix(request)
                 continue
             kept, finish_reason = self._cut(request, token_ids)
+            if request.finish_reason is not None:
+                continue  # aborted by its own check for stop texts
             if finish_reason is None and error is not None:
                 finish_reason, request.error = FinishReason.ERROR, error
             request.append(kept)
@@ -246,10 +251,15 @@ class Scheduler:
             else:
                 self.preempt(request)
                 preempted.append(request)
-        return [self._with_drafts(entry) for entry in entries]
+        promised = self._num_promised(self.running)
+        return [self._with_drafts(entry, promised - 1) for entry in entries]
 
-    def _with_drafts(self, entry: ScheduledRequest) -> ScheduledRequest:
-        """Adds room for drafts, as far as there are blocks that nobody needs: nobody is preempted for a guess."""
+    def _with_drafts(self, entry: ScheduledRequest, promised: int) -> ScheduledRequest:
+        """Adds room for drafts, as far as there are blocks that nobody needs: nobody is preempted for a guess.
+
+        Args:
+            promised: free blocks that the others need.
+        """
         request = entry.request
         if request.is_behind:
             return entry
@@ -259,8 +269,7 @@ class Scheduler:
         drafts = min(self._max_draft_tokens if asked is None else int(asked), self._max_draft_tokens, room)
         missing = self.pool.blocks_for(request.num_tokens + drafts) - len(request.block_ids)
         if missing > 0:
-            others = self._num_promised(each for each in self.running if each is not request)
-            missing = min(missing, max(0, self.pool.num_free - others))
+            missing = min(missing, max(0, self.pool.num_free - promised))
             blocks = len(request.block_ids) + missing
             drafts = min(drafts, blocks * self.pool.block_size - request.num_tokens)
         request.block_ids = [*request.block_ids, *self.pool.allocate(max(0, missing))]

@@ -62,7 +62,7 @@ def build_both(
     counts = [len(own) for own in drafts]
     newest = Scores(
         logits=torch.stack([logits[row, count] for row, count in enumerate(counts)]),
-        first_row=tuple(row - count for row, count in enumerate(counts)),
+        first_row=tuple(range(len(counts))),
     )
     state = new_state()
     full = state.build(batch, made, whole)
@@ -106,7 +106,7 @@ def test_a_step_that_is_drafted_in_between_changes_nothing_for_the_target() -> N
             if drafts_before:
                 for place in range(3):
                     so_far = draft(*[[7, 8, 5][:place]] * 2, k=place)
-                    at = Scores(logits=torch.zeros(2, VOCAB), first_row=(-place, 1 - place))
+                    at = Scores(logits=torch.zeros(2, VOCAB), first_row=(0, 1))
                     state.build(batch, so_far, at, newest_only=True)
             made = draft([7, 8, 5], [7, 8])
             metadata = state.build(batch, made, Scores(logits=torch.zeros(8, VOCAB), first_row=(0, 4)))
@@ -131,7 +131,7 @@ def assert_same(found: SamplingMetadata, expected: SamplingMetadata) -> None:
 
 def test_counts_of_drafts_may_differ() -> None:
     requests: list[Request] = [make_request([1, 2, 3], output=[4]), make_request([1], output=[5, 6])]
-    scores = Scores(logits=torch.zeros(2, VOCAB), first_row=(-2, 1))
+    scores = Scores(logits=torch.zeros(2, VOCAB), first_row=(0, 1))
     metadata = new_state().build(decode(*requests), draft([7, 8], []), scores, newest_only=True)
     assert metadata.rows.tolist() == [0, 1]
     assert metadata.depth.tolist() == [2, 0]
