@@ -136,7 +136,7 @@ def _sides(args: argparse.Namespace, console: Console) -> list[Side]:
     sides = [Side(name="none", llm=engine("none", method="none"), speculative=None)]
     for method in methods:
         common = {"method": method, "num_draft_tokens": MOST, **options[method]}
-        for k in args.fixed.split(","):
+        for k in filter(None, args.fixed.split(",")):
             name = f"{method} {k}"
             sides.append(Side(name=name, llm=engine(name, adaptive=False, **common), speculative=int(k)))
         name = f"{method} adaptive"

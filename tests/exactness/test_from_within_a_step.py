@@ -141,6 +141,27 @@ def test_a_check_for_stop_texts_can_abort_any_request(target: Path, numerics: st
     assert [outputs([one])[0] for one in requests if one is not doomed] == [*truth[:index], *truth[index + 1 :]]
 
 
+def test_a_request_that_has_ended_in_this_very_step_is_not_aborted_any_more(target: Path) -> None:
+    """Its end is told with the step."""
+    aborts: list[Any] = []
+
+    def check(token: int) -> str | None:
+        if first.finish_reason is not None and not aborts:
+            aborts.append(engine.abort(first.request_id))
+        return None
+
+    engine = make_engine(target)
+    first = engine.add_request(PROMPTS[0], GREEDY.model_copy(update={"max_tokens": 6}))
+    engine.add_request(PROMPTS[1], GREEDY, end_check=check)
+    ends = []
+    while engine.has_work:
+        ends += [delta.request.request_id for delta in engine.step() if delta.finish_reason is not None]
+    assert aborts == [None]
+    assert first.finish_reason is FinishReason.LENGTH
+    assert ends[0] == first.request_id
+    assert engine.num_aborts == 0
+
+
 @pytest.mark.parametrize("case", ["ngram", "suffix", "draft_model", "layer_skip", "chain: with a model"])
 @pytest.mark.parametrize("where", ["_scorer.score", "_proposer.observe", "_metadata.commit", "scheduler.update"])
 def test_a_step_that_was_interrupted_is_made_up_for(
