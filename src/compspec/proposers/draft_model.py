@@ -18,8 +18,8 @@ from compspec.models.loader import LoadedModel, load_model
 from compspec.proposers.proposer import Options as BaseOptions
 from compspec.proposers.proposer import Proposer, Target
 from compspec.request import Request
-from compspec.runner.buckets import DRAFT_ROWS, Buckets
-from compspec.runner.drafter import Drafter, draft_tokens
+from compspec.runner.buckets import DRAFT_ROWS
+from compspec.runner.drafter import draft_tokens
 from compspec.runner.inputs import Query
 from compspec.runner.model_runner import ModelRunner
 
@@ -91,18 +91,8 @@ class DraftModelProposer(Proposer):
 
     def start(self, target: Target) -> None:
         """Takes its memory, compiles and warms up."""
-        config = target.config
-        fast = config.model_copy(update={"numerics": config.numerics.model_copy(update={"mode": "fast"})})
-        runner = ModelRunner(
-            self._adapter,
-            fast,  # a draft may be anything
-            self.max_model_len,
-            buckets=Buckets.of_draft(config, has_prompts=True),
-            num_blocks=target.runner.num_blocks,
-        )
-        runner.warm_up(target.progress and _named(target.progress))
-        self._drafter = Drafter(
-            runner, target.runner.adapter.vocab_size, target.metadata, target.sampler, target.stream
+        self._drafter = target.make_drafter(
+            self._adapter, "draft model", max_model_len=self.max_model_len, has_prompts=True
         )
 
     def prefill(self, batch: Batch) -> None:
@@ -209,10 +199,6 @@ def check_vocabularies(target: LoadedModel, draft: LoadedModel, source: str) -> 
 def _encode(tokenizer: Any) -> list[int]:
     ids: list[int] = tokenizer(_PROBE_TEXT, add_special_tokens=False)["input_ids"]
     return ids
-
-
-def _named(progress: Any) -> Any:
-    return lambda what, seconds: progress(f"draft model: {what}", seconds)
 
 
 def make(options: Options, num_draft_tokens: int) -> DraftModelProposer:

@@ -15,8 +15,7 @@ from compspec.models.first_layers import first_layers
 from compspec.models.loader import LoadedModel
 from compspec.proposers.proposer import Options as BaseOptions
 from compspec.proposers.proposer import Proposer, Target
-from compspec.runner.buckets import Buckets
-from compspec.runner.drafter import Drafter, draft_tokens
+from compspec.runner.drafter import draft_tokens
 from compspec.runner.model_runner import ModelRunner
 
 
@@ -58,21 +57,13 @@ class LayerSkipProposer(Proposer):
 
     def start(self, target: Target) -> None:
         """Compiles and warms up."""
-        num_layers = len(self._adapter.layers)
-        config = target.config
-        fast = config.model_copy(update={"numerics": config.numerics.model_copy(update={"mode": "fast"})})
-        runner = ModelRunner(
+        num_layers, runner = len(self._adapter.layers), target.runner
+        self._drafter = target.make_drafter(
             self._adapter,
-            fast,  # a draft may be anything
-            target.runner.adapter.max_model_len,
-            buckets=Buckets.of_draft(config, has_prompts=False),
-            num_blocks=target.runner.num_blocks,
-            caches=(target.runner.k_caches[:num_layers], target.runner.v_caches[:num_layers]),
-        )
-        progress = target.progress
-        runner.warm_up(progress and (lambda what, seconds: progress(f"first {num_layers} layers: {what}", seconds)))
-        self._drafter = Drafter(
-            runner, target.runner.adapter.vocab_size, target.metadata, target.sampler, target.stream
+            f"first {num_layers} layers",
+            max_model_len=runner.adapter.max_model_len,
+            has_prompts=False,
+            caches=(runner.k_caches[:num_layers], runner.v_caches[:num_layers]),
         )
 
     def propose(self, batch: Batch) -> DraftTokens:

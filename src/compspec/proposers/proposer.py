@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from pydantic import BaseModel, ConfigDict, ValidationError
+from torch import Tensor
 
 import compspec.proposers
 from compspec.batch import Batch, DraftTokens, StepOutput
@@ -16,6 +17,8 @@ from compspec.errors import ConfigError
 from compspec.models.adapter import ModelAdapter
 from compspec.models.loader import LoadedModel
 from compspec.request import Request
+from compspec.runner.buckets import Buckets
+from compspec.runner.drafter import Drafter
 from compspec.runner.model_runner import ModelRunner, Progress
 from compspec.sampling.metadata import MetadataState
 from compspec.sampling.params import describe_validation_error
@@ -48,6 +51,40 @@ class Target:
     sampler: Sampler
     stream: int
     progress: Progress | None = None
+
+    def make_drafter(
+        self,
+        adapter: ModelAdapter,
+        label: str,
+        *,
+        max_model_len: int,
+        has_prompts: bool,
+        caches: tuple[Sequence[Tensor], Sequence[Tensor]] | None = None,
+    ) -> Drafter:
+        """Takes memory for a model that drafts in the target's blocks, compiles and warms it up.
+
+        Args:
+            adapter: the model.
+            label: what the start-up calls it.
+            max_model_len: it drafts within so many tokens.
+            has_prompts: whether it runs prompts itself.
+            caches: the key caches and value caches of its layers, where they exist already.
+
+        Raises:
+            CompspecError: as `ModelRunner` and its `warm_up`.
+        """
+        numerics = self.config.numerics.model_copy(update={"mode": "fast"})  # a draft may be anything
+        runner = ModelRunner(
+            adapter,
+            self.config.model_copy(update={"numerics": numerics}),
+            max_model_len,
+            buckets=Buckets.of_draft(self.config, has_prompts=has_prompts),
+            num_blocks=self.runner.num_blocks,
+            caches=caches,
+        )
+        progress = self.progress
+        runner.warm_up(progress and (lambda what, seconds: progress(f"{label}: {what}", seconds)))
+        return Drafter(runner, self.runner.adapter.vocab_size, self.metadata, self.sampler, self.stream)
 
 
 class Proposer(Protocol):

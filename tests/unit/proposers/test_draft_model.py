@@ -14,6 +14,7 @@ import torch
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
+import compspec.proposers.proposer as proposer_module
 from compspec.batch import Batch, DraftTokens, ScheduledRequest, StepOutput
 from compspec.config import EngineConfig, make_config
 from compspec.errors import ConfigError, RequestError, UnsupportedError
@@ -71,7 +72,7 @@ def started(
         stream=TARGET_STREAM,
         progress=progress,
     )
-    with patch.object(draft_model, "ModelRunner", FakeModelRunner):
+    with patch.object(proposer_module, "ModelRunner", FakeModelRunner):
         proposer.start(target)
     (runner,) = proposer.runners
     assert isinstance(runner, FakeModelRunner)
@@ -287,7 +288,7 @@ def test_it_runs_in_the_targets_blocks_and_in_fast_numerics() -> None:
     said: list[str] = []
     runner = started(proposer, config_of(), progress=lambda what, seconds: said.append(what))
     assert runner.made_with["num_blocks"] == 33
-    assert "caches" not in runner.made_with
+    assert runner.made_with["caches"] is None
     assert runner.made_with["config"].numerics.mode == "fast"
     assert {bucket.query_len for bucket in runner.buckets.decode} == {2}
     assert {bucket.query_len for bucket in runner.buckets.prefill} == {CHUNK}

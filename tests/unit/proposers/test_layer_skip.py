@@ -8,6 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+import compspec.proposers.proposer as proposer_module
 from compspec.batch import Batch
 from compspec.config import EngineConfig, ModelSection, make_config
 from compspec.errors import ConfigError
@@ -79,7 +80,7 @@ def started(proposer: LayerSkipProposer, progress: Any = None) -> LayerSkipPropo
         stream=TARGET_STREAM,
         progress=progress,
     )
-    with patch.object(layer_skip, "ModelRunner", FakeModelRunner):
+    with patch.object(proposer_module, "ModelRunner", FakeModelRunner):
         proposer.start(target)
     return proposer
 
