@@ -37,8 +37,13 @@ class ModelSection(Section):
     )
     cpu_linear: Literal["auto", "native", "kernel"] = Field(
         "auto",
-        description="bf16 matrix products on CPU: torch's own, compspec's C++ kernel, or the kernel where "
-        "the CPU has no bf16 instructions",
+        description="bf16 matrix products on CPU: torch's own, or compspec's C++ kernels; auto takes the kernels on x86",
+    )
+    quantization: Literal["none", "int8", "int4"] = Field(
+        "none",
+        description="weights of linear layers in 8 or 4 bits, in groups of 32 with a scale of their own, multiplied by "
+        "activations in 8 bits; the output embedding has 8. A GGUF file's Q8_0, Q4_0 and Q4_1 blocks are taken over "
+        "as they are. The model is another one then; speculation still never changes what it says",
     )
 
 

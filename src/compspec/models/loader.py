@@ -17,12 +17,14 @@ from compspec.attention.backend import ATTENTION_NAME, attention_forward
 from compspec.config import ModelSection
 from compspec.errors import CompspecError, ConfigError, ModelError, UnsupportedError
 from compspec.kernels.build import choose_cache_dir
-from compspec.kernels.linear import is_wanted, use_linear_kernel
 from compspec.models.adapter import ModelAdapter
 from compspec.models.gguf import convert_gguf
+from compspec.models.gguf_blocks import GgufBlocks
+from compspec.models.linears import KnownWeights, use_kernels
+from compspec.models.packed_store import PackedStore
 from compspec.models.quiet import one_line, quiet_transformers
 from compspec.models.rope import freeze_rope, rope_limit
-from compspec.models.self_check import check_model
+from compspec.models.self_check import CheckResult, check_model
 from compspec.models.source import resolve_source, weight_files
 from compspec.models.support import architecture_name, check_config
 
@@ -77,12 +79,21 @@ def load_model(section: ModelSection, cache_path: Path) -> LoadedModel:
     max_model_len = _max_model_len(config, section.max_model_len)
     dtype = choose_dtype(config, section.dtype)
     module = _weights(folder, config, dtype, device, section)
-    on_kernel = _use_kernel(module, section.cpu_linear, dtype, device)
+    freeze_rope(module)
+    check = check_model(module, dtype, device)
+    known = KnownWeights()
+    if section.quantization != "none":
+        source = str(files.gguf and files.gguf.resolve())
+        known = KnownWeights(
+            find_blocks=GgufBlocks(files.gguf).find if files.gguf is not None else None,
+            store=PackedStore(cache_path / "packed", [section.quantization, str(dtype), source, *headers]),
+        )
+    linear = use_kernels(module, check.same_inputs, section, dtype, device, known)
     return LoadedModel(
-        adapter=_adapt(module, dtype, device, max_model_len),
+        adapter=_adapt(module, check, dtype, device, max_model_len),
         tokenizer=_tokenizer(folder, section),
         folder=folder,
-        fingerprint=_fingerprint(config, dtype, [*headers, f"kernel:{on_kernel}"]),
+        fingerprint=_fingerprint(config, dtype, [*headers, f"linear:{linear}"]),
     )
 
 
@@ -100,17 +111,19 @@ def random_model(config: Any, dtype: torch.dtype, device: torch.device, *, seed:
         torch.manual_seed(seed)
         module = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME)
     module = module.eval().requires_grad_(False)
+    freeze_rope(module)
+    check = check_model(module, dtype, device)
     return LoadedModel(
-        adapter=_adapt(module, dtype, device, _max_model_len(config, None)),
+        adapter=_adapt(module, check, dtype, device, _max_model_len(config, None)),
         tokenizer=None,
         folder=None,
         fingerprint=_fingerprint(config, dtype, [f"random:{seed}"]),
     )
 
 
-def _adapt(module: nn.Module, dtype: torch.dtype, device: torch.device, max_model_len: int) -> ModelAdapter:
-    freeze_rope(module)
-    check = check_model(module, dtype, device)
+def _adapt(
+    module: nn.Module, check: CheckResult, dtype: torch.dtype, device: torch.device, max_model_len: int
+) -> ModelAdapter:
     return ModelAdapter(
         module=module,
         layers=check.layers,
@@ -160,22 +173,6 @@ def read_config(folder: Path, section: ModelSection) -> Any:
                 f"which transformers {transformers.__version__} does not know"
             ) from None
         raise ModelError(f"cannot read the config of model '{section.source}': {one_line(error)}") from error
-
-
-def _use_kernel(module: nn.Module, choice: str, dtype: torch.dtype, device: torch.device) -> bool:
-    """Puts linear layers on compspec's CPU kernel where the configuration and the machine want it."""
-    fits = device.type == "cpu" and dtype == torch.bfloat16
-    if choice == "kernel" and not fits:
-        raise ConfigError(
-            f"model.cpu_linear is 'kernel', which is for bfloat16 on cpu; the model is {dtype} on {device}"
-        )
-    if choice == "native" or not fits or (choice == "auto" and not is_wanted()):
-        return False
-    if use_linear_kernel(module) == 0 and choice == "kernel":
-        raise ConfigError(
-            "model.cpu_linear is 'kernel', but it cannot be built here (see the log); use 'auto' or 'native'"
-        )
-    return True
 
 
 def choose_dtype(config: Any, name: str) -> torch.dtype:

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from compspec.errors import CompspecError, ModelError, UnsupportedError
 from compspec.models.adapter import AttentionLayer, run_module, slices_logits, text_config
+from compspec.models.linears import same_inputs
 from compspec.models.probe import PROBE_NAME, Probe
 from compspec.models.quiet import one_line, quiet_transformers
 
@@ -38,11 +39,13 @@ class CheckResult:
         vocab_size: width of the logits.
         no_region: classes of blocks that cannot be a compile region, because two of their inputs are views
             of one tensor (GPT-J's sine and cosine).
+        same_inputs: names of its linear layers, those together that get the same input.
     """
 
     layers: tuple[AttentionLayer, ...]
     vocab_size: int
     no_region: frozenset[type[nn.Module]]
+    same_inputs: tuple[tuple[str, ...], ...]
 
 
 def check_model(module: nn.Module, dtype: torch.dtype, device: torch.device) -> CheckResult:
@@ -79,7 +82,7 @@ def _check(module: Any, dtype: torch.dtype, device: torch.device) -> CheckResult
             "its attention is not built on transformers' attention interface, so it cannot be replaced"
         )
     sequences = _sequences(config.vocab_size, device)
-    with _aliased_inputs(module) as no_region:
+    with _aliased_inputs(module) as no_region, same_inputs(module) as groups:
         packed, layers = _packed_logits(module, sequences, dtype)
     _check_layers(layers, config)
     with _attention(module, "eager"):
@@ -99,7 +102,12 @@ def _check(module: Any, dtype: torch.dtype, device: torch.device) -> CheckResult
         if not alone <= tolerance:
             what = "compspec's attention computes something else than its own"
         raise UnsupportedError(f"{what} (logits differ by {error:.2g} of their size)")
-    return CheckResult(layers=tuple(layers), vocab_size=packed.shape[-1], no_region=frozenset(no_region))
+    return CheckResult(
+        layers=tuple(layers),
+        vocab_size=packed.shape[-1],
+        no_region=frozenset(no_region),
+        same_inputs=tuple(groups),
+    )
 
 
 def _sequences(vocab_size: int, device: torch.device) -> list[Tensor]:

@@ -5,7 +5,7 @@ import logging
 import os
 import time
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
 
 from compspec.batch import Bucket
 from compspec.errors import UnsupportedError
+from compspec.runner.passes import ShareProducts
 from compspec.sampling.sampler import NoiseFunction
 
 logger = logging.getLogger(__name__)
@@ -26,6 +27,12 @@ logger = logging.getLogger(__name__)
 StepFunction = Callable[..., Tensor]
 
 REGION_MARK = "_compspec_region"
+
+# Rows of a forward whose small kernels (norms, rotation, activation) cost less than waking a second thread.
+_FEW_ROWS = 32
+
+# Torch before 2.8 knows no filter.
+_FILTERS_GUARDS = hasattr(torch.compiler, "skip_guard_on_globals_unsafe")
 
 # Reductions (RMSNorm) and padded matrix products are otherwise chosen by timing them on the device.
 _NO_TIMINGS = {"deterministic": True, "shape_padding": False}
@@ -106,6 +113,10 @@ def compile_step(step: StepFunction, bucket: Bucket, mode: str, device: torch.de
     code = step.__code__.replace(co_name=name)
     own = types.FunctionType(code, step.__globals__, name, step.__defaults__, step.__closure__)
     options = step_options(mode, device, exact)
+    if device.type == "cpu":
+        options |= _cpu_options(bucket)
+    if _FILTERS_GUARDS:
+        options["guard_filter_fn"] = _guards_of(step)
     compiled: StepFunction = torch.compile(own, fullgraph=True, dynamic=False, options=options or None)
     return compiled
 
@@ -119,6 +130,20 @@ def step_options(mode: str, device: torch.device, exact: bool) -> dict[str, Any]
         known = set(torch._inductor.list_options())
         options |= {name: value for name, value in _NO_TIMINGS.items() if name in known}
     return options
+
+
+def _cpu_options(bucket: Bucket) -> dict[str, Any]:
+    """Less work on the host between kernels."""
+    options: dict[str, Any] = {"post_grad_custom_pre_pass": ShareProducts(), "size_asserts": False}
+    if bucket.num_tokens <= _FEW_ROWS:
+        options["cpp.threads"] = 1
+    return options
+
+
+def _guards_of(step: StepFunction) -> Callable[[Sequence[Any]], list[bool]]:
+    """Keeps the guards on the arguments of a step and drops the hundreds on the model, which nobody changes."""
+    arguments = set(inspect.signature(step).parameters)
+    return lambda guards: [guard.name in arguments for guard in guards]
 
 
 def compile_noise(noise: NoiseFunction, mode: str) -> NoiseFunction:
