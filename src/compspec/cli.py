@@ -3,7 +3,8 @@
 import json
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -26,6 +27,8 @@ app = typer.Typer(
 )
 config_app = typer.Typer(no_args_is_help=True, help="The configuration.")
 app.add_typer(config_app, name="config")
+cache_app = typer.Typer(add_completion=False)
+app.add_typer(cache_app, name="cache")
 
 EXIT_DIFFERENT = 1
 EXIT_ERROR = 2
@@ -36,6 +39,10 @@ _out = Console()
 ConfigOption = Annotated[Path, typer.Option("--config", "-c", help="YAML configuration file.")]
 SetOption = Annotated[
     list[str] | None, typer.Option("--set", help="section.key=value; overrides the file. Repeatable.")
+]
+CacheDirOption = Annotated[Path | None, typer.Option("--dir", help="The folder; default: that of --config.")]
+CacheConfigOption = Annotated[
+    Path | None, typer.Option("--config", "-c", help="YAML file; default: $COMPSPEC_CACHE or ~/.cache/compspec.")
 ]
 
 
@@ -88,6 +95,61 @@ def generate(
 
 
 @app.command()
+def bench(
+    config: Annotated[list[Path], typer.Option("--config", "-c", help="YAML configuration file. Repeatable.")],
+    prompts: Annotated[Path | None, typer.Option(help="JSONL file of prompts.")] = None,
+    spec_bench: Annotated[Path | None, typer.Option(help="question.jsonl of Spec-Bench, or its folder.")] = None,
+    chat: Annotated[bool | None, typer.Option(help="Wrap texts in the chat template; default for Spec-Bench.")] = None,
+    ids: Annotated[str | None, typer.Option(help="81,121,...: those prompts; default: all, 12 of Spec-Bench.")] = None,
+    limit: Annotated[int | None, typer.Option(help="The first so many prompts of the file.")] = None,
+    set_: SetOption = None,
+    sweep: Annotated[
+        list[str] | None,
+        typer.Option(help="section.key=value,value,...: one side for each value. Repeatable; sweeps multiply."),
+    ] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Default: the configuration's.")] = None,
+    params: Annotated[str, typer.Option(help="JSON of sampling parameters.")] = "{}",
+    concurrent: Annotated[str, typer.Option(help="Requests at a time, or all, which submits all at once.")] = "1",
+    rounds: Annotated[int, typer.Option(min=1, help="All sides run in turns, so many times.")] = 3,
+    warm_up: Annotated[bool, typer.Option(help="Run every side once before.")] = True,
+    json_: Annotated[Path | None, typer.Option("--json", help="File for numbers and outputs; - prints them.")] = None,
+    html: Annotated[Path | None, typer.Option(help="File for a report with charts (compspec[bench]).")] = None,
+) -> None:
+    """Measure configurations side by side, each against itself without drafts."""
+    from compspec.bench.bench import BenchOptions, parse_concurrent, parse_params, run_bench
+    from compspec.bench.outputs import check_outputs, write_output
+
+    options = BenchOptions(
+        configs=config,
+        overrides=set_ or [],
+        sweeps=sweep or [],
+        prompts=prompts,
+        spec_bench=spec_bench,
+        ids=None if ids is None else [name.strip() for name in ids.split(",")],
+        limit=limit,
+        chat=chat,
+        params=parse_params(params, max_tokens),
+        concurrent=parse_concurrent(concurrent),
+        rounds=rounds,
+        warm_up=warm_up,
+        command=["compspec", *sys.argv[1:]],
+    )
+    json_file = None if json_ is None or str(json_) == "-" else json_
+    check_outputs(json_file, html)
+    report = run_bench(options, lambda text: _err.print(text, style="dim", highlight=False, markup=False))
+    _print_bench(report)
+    text = json.dumps(report, indent=1, ensure_ascii=False)
+    if json_file is not None:
+        write_output(json_file, text)
+    elif json_ is not None:
+        print(text)
+    if html is not None:
+        from compspec.bench.report import html_report
+
+        write_output(html, html_report(report))
+
+
+@app.command()
 def doctor(
     gpu: Annotated[
         bool, typer.Option("--gpu", help="Run a tiny model on the GPU; exit with 1 if it does not do what it should.")
@@ -114,6 +176,100 @@ def schema() -> None:
     from compspec.config import EngineConfig
 
     print(json.dumps(EngineConfig.model_json_schema(), indent=2))
+
+
+@cache_app.callback(invoke_without_command=True)
+def cache(context: typer.Context) -> None:
+    """What compspec keeps on disk: `show` (the default), `clear`."""
+    if context.invoked_subcommand is None:
+        cache_show()
+
+
+@cache_app.command("show")
+def cache_show(dir_: CacheDirOption = None, config: CacheConfigOption = None) -> None:
+    """Say what is cached: size, number, last use."""
+    from rich.table import Table
+
+    from compspec.cache import chosen_inductor_folder, find, linked_kinds, summarise
+
+    path = _cache_path(dir_, config)
+    found = find(path)
+    table = Table("kind", "what", title=f"cache: {_escape(str(path))}", title_justify="left")
+    for title in ("size", "number", "last use"):
+        table.add_column(title, justify="right")
+    for row in summarise(found):
+        table.add_row(row.kind, _escape(row.name), _size(row.num_bytes), str(row.number), _ago(row.used_at))
+    if found:
+        table.add_section()
+        table.add_row("total", "", _size(sum(entry.num_bytes for entry in found)), str(len(found)), "")
+        _out.print(table)
+    else:
+        _out.print(f"nothing is cached in {path}", highlight=False, markup=False, soft_wrap=True)
+    notes = [f"{path / kind} is a link, which is not followed" for kind in linked_kinds(path)]
+    inductor = chosen_inductor_folder()
+    if inductor is not None:
+        notes.append(
+            f"code compiled by torch.compile goes to {inductor} ($TORCHINDUCTOR_CACHE_DIR); `cache clear` leaves it"
+        )
+    for note in notes:
+        _out.print(note, highlight=False, markup=False, soft_wrap=True)
+
+
+@cache_app.command("clear")
+def cache_clear(
+    kinds: Annotated[list[str] | None, typer.Argument(metavar="[KIND]...", help="Default: all.")] = None,
+    older_than: Annotated[
+        float | None, typer.Option("--older-than", min=0, help="Only what was not used for so many days.")
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    dir_: CacheDirOption = None,
+    config: CacheConfigOption = None,
+) -> None:
+    """Remove what is cached; it is made again when it is needed. Nothing else in the folder is touched."""
+    from compspec.cache import find, remove, select
+
+    path = _cache_path(dir_, config)
+    chosen = select(find(path), kinds or [], older_than)
+    ready = [entry for entry in chosen if not entry.may_be_at_work]
+    if len(ready) < len(chosen):
+        _err.print(f"{len(chosen) - len(ready)} stay: written just now, perhaps by a process at work", highlight=False)
+    if not ready:
+        _out.print(f"nothing to remove in {path}", highlight=False, markup=False, soft_wrap=True)
+        return
+    size = _size(sum(entry.num_bytes for entry in ready))
+    if not yes:
+        if not sys.stdin.isatty():
+            raise ConfigError(f"{size} in '{path}' would be removed, and there is no terminal to ask; give --yes")
+        if not typer.confirm(f"Remove {size} ({len(ready)} entries) from {path}?", err=True):
+            return
+    removed = remove(ready)
+    said = f"removed {_size(removed.num_bytes)} ({removed.num_entries} entries) from {path}"
+    _out.print(said, highlight=False, markup=False, soft_wrap=True)
+    if removed.failures:
+        raise ConfigError(f"{len(removed.failures)} entries are still there; {removed.failures[0]}")
+
+
+def _cache_path(folder: Path | None, config: Path | None) -> Path:
+    """The cache folder that the options name."""
+    from compspec.config import default_cache_path, load_config
+
+    if folder is not None and config is not None:
+        raise ConfigError("give --dir or --config, not both")
+    if folder is not None and not folder.is_dir():
+        raise ConfigError(f"there is no folder '{folder}'")
+    return folder or (load_config(config).cache_path if config is not None else default_cache_path())
+
+
+def _size(num_bytes: int) -> str:
+    for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if num_bytes >= 1 << power:
+            return f"{num_bytes / (1 << power):.1f} {unit}"
+    return f"{num_bytes} bytes"
+
+
+def _ago(when: float) -> str:
+    days = int((time.time() - when) // (24 * 3600))
+    return "today" if days < 1 else "1 day ago" if days == 1 else f"{days} days ago"
 
 
 def _generate_one(config: "EngineConfig", text: str, use_chat: bool, check: bool) -> None:
@@ -334,6 +490,9 @@ def _print_statistics(llm: "LLM") -> None:
     if stats.num_preemptions:
         table.add_row("preemptions", f"{stats.num_preemptions}; more cache.memory would avoid them")
     table.add_row("start-up", f"{stats.compile_s:.1f} s for {stats.num_compiled_buckets} compiled buckets")
+    if stats.first_token_at is not None:
+        since_start = _process_age_s() - (time.perf_counter() - stats.first_token_at)
+        table.add_row("first token", f"{since_start:.1f} s after the process started")
     table.add_row("after start-up", f"{stats.num_recompilations} recompilations, {stats.num_eager_steps} eager steps")
     if llm.engine.runner.uses_graphs:
         table.add_row(
@@ -342,6 +501,26 @@ def _print_statistics(llm: "LLM") -> None:
             f"{stats.num_cuda_graph_rerecordings} captured after start-up",
         )
     _err.print(table)
+
+
+def _print_bench(report: Mapping[str, Any]) -> None:
+    from compspec.bench.table import notes, tables
+
+    for table in tables(report):
+        _err.print(table)
+    for note in notes(report):
+        _err.print(note, highlight=False, markup=False, soft_wrap=True)
+
+
+def _process_age_s() -> float:
+    """Seconds since this process started, imports and all."""
+    import psutil
+
+    created = psutil.Process().create_time()
+    if hasattr(time, "CLOCK_BOOTTIME"):
+        # Either of these two is off by up to a second, their difference is not.
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - (created - psutil.boot_time())
+    return time.time() - created
 
 
 @contextmanager

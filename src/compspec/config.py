@@ -37,7 +37,7 @@ class ModelSection(Section):
     )
     cpu_linear: Literal["auto", "native", "kernel"] = Field(
         "auto",
-        description="bf16 matrix products on CPU: torch's own, or compspec's C++ kernels; auto takes the kernels on x86",
+        description="bf16 matrix products on CPU: torch's own, or compspec's C++ kernels, which auto takes on x86",
     )
     quantization: Literal["none", "int8", "int4"] = Field(
         "none",

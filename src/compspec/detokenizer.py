@@ -5,6 +5,11 @@ from typing import Any
 
 _REPLACEMENT = "\ufffd"
 
+_LONGEST_RUN = 32
+"""Of so many tokens that complete no character those in the middle are left out, `_KEPT` at each end are not."""
+
+_KEPT = 8
+
 
 class Detokenizer:
     """Incremental decoding of one output.
@@ -25,8 +30,12 @@ class Detokenizer:
         self._token_ids = list(prompt_token_ids[-5:])
         self._prefix = 0
         self._read = len(self._token_ids)
+        self._prefix_text = self._decode(self._token_ids)
         # Characters after those of the prefix that were given out before the last one was complete.
         self._given = 0
+        # How many replacement characters the tokens that were left out stand for, and where.
+        self._num_omitted = 0
+        self._omitted_at = 0
 
     def push(self, token_id: int) -> str:
         """Adds a token and returns the text that became certain."""
@@ -38,8 +47,12 @@ class Detokenizer:
         new = certain[self._given :]
         if certain and len(certain) == len(text):
             self._prefix, self._read, self._given = self._read, len(self._token_ids), 0
+            self._prefix_text = self._decode(self._token_ids[self._prefix : self._read])
+            self._num_omitted = 0
         else:
             self._given = max(self._given, len(certain))
+            if len(self._token_ids) - self._read >= _LONGEST_RUN:
+                self._shorten(text)
         return new
 
     def finish(self) -> str:
@@ -50,8 +63,21 @@ class Detokenizer:
 
     def _new_text(self) -> str:
         """The text of the tokens since the last complete character."""
-        prefix_text = self._decode(self._token_ids[self._prefix : self._read])
-        return self._decode(self._token_ids[self._prefix :])[len(prefix_text) :]
+        text = self._decode(self._token_ids[self._prefix :])[len(self._prefix_text) :]
+        return text[: self._omitted_at] + _REPLACEMENT * self._num_omitted + text[self._omitted_at :]
+
+    def _shorten(self, text: str) -> None:
+        """Leaves out tokens from the middle of a long run of bytes that are no characters, whose text is `text`.
+
+        Else all of it would be decoded again with every token. What the run becomes hangs on its last few bytes, and
+        with tokenizers that show no byte of a run with a wrong one, on there being a wrong one: both stay.
+        """
+        tokens, certain = self._token_ids, len(text.rstrip(_REPLACEMENT))
+        shorter = [*tokens[: self._read + _KEPT], *tokens[-_KEPT:]]
+        kept = self._decode(shorter[self._prefix :])[len(self._prefix_text) :]
+        if len(kept) <= len(text) and kept == text[: len(kept)] and len(kept.rstrip(_REPLACEMENT)) == certain:
+            self._token_ids = shorter
+            self._num_omitted, self._omitted_at = len(text) - len(kept), certain
 
     def _decode(self, token_ids: list[int]) -> str:
         text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)

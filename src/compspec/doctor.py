@@ -5,14 +5,14 @@ import logging
 import os
 import shutil
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from compspec.attention import choose, flashinfer, prebuilt, varlen
 from compspec.attention.backend import AttentionSetup, LayerSpec
+from compspec.cache import chosen_inductor_folder, find
 from compspec.config import CacheSection, default_cache_path
-from compspec.errors import CompspecError, one_line
+from compspec.errors import CompspecError, ConfigError, one_line
 from compspec.kernels.linear import has_native_bf16
 
 logger = logging.getLogger(__name__)
@@ -156,10 +156,14 @@ def _cache() -> Finding:
     existing = next(folder for folder in (path, *path.parents) if folder.exists())
     free = shutil.disk_usage(existing).free / 2**30
     writable = os.access(existing, os.W_OK)
-    used = sum(file.stat().st_size for file in _files(path)) / 2**30
-    value = f"{path}: {used:.2f} GiB used, {free:.1f} GiB free" + ("" if writable else ", not writable")
-    return Finding(name="cache", value=value, good=writable)
-
-
-def _files(path: Path) -> list[Path]:
-    return [file for file in path.rglob("*") if file.is_file()] if path.is_dir() else []
+    try:
+        found = find(path)
+    except ConfigError as error:
+        return Finding(name="cache", value=str(error), good=False)
+    used = sum(entry.num_bytes for entry in found) / 2**30
+    kinds = ", ".join(dict.fromkeys(entry.kind for entry in found))
+    value = f"{path}: {used:.2f} GiB used" + (f" ({kinds})" if kinds else "") + f", {free:.1f} GiB free"
+    chosen = chosen_inductor_folder()
+    if chosen is not None:
+        value += f"; compiled code in {chosen}"
+    return Finding(name="cache", value=value + ("" if writable else "; not writable"), good=writable)

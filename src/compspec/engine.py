@@ -71,6 +71,8 @@ class Engine:
         self._max_draft_tokens = speculative.max_draft_tokens
         if proposer is not None and self._max_draft_tokens == 0:
             raise ConfigError("a proposer is given, but speculative.method is none; name the method it stands in for")
+        if config.compile.mode != "none":
+            compiled.prepare(config.cache_path)
         loaded = loaded or load_model(config.model, config.cache_path)
         beside = self._proposer.load(loaded, config)
         self.loaded = loaded
@@ -325,6 +327,8 @@ class Engine:
             # Nothing was read, so the device is still at work: the next step must not be charged with it.
             torch.cuda.synchronize()
         ended = time.perf_counter()
+        if stats.first_token_at is None and any(delta.token_ids for delta in deltas):
+            stats.first_token_at = ended
         stats.num_forwards += 1
         stats.propose_s += proposed - started
         stats.forward_s += scored - proposed

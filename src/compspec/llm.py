@@ -256,10 +256,15 @@ class LLM:
             RequestError, UnsupportedError: as `generate`.
         """
         token_ids = prompt if not isinstance(prompt, str) else self.encode(prompt)
-        return self.engine.check_request(token_ids, self._for_engine(params))
+        return self.engine.check_request(token_ids, self.engine_params(params))
 
-    def _for_engine(self, params: SamplingParams) -> SamplingParams:
-        """The parameters in token ids: bad words tokenised."""
+    def engine_params(self, params: SamplingParams) -> SamplingParams:
+        """The parameters in token ids, as `engine.add_request` takes them: bad words tokenised.
+
+        Raises:
+            UnsupportedError: stop texts without a tokenizer.
+            RequestError: a bad word that has no tokens.
+        """
         if self.tokenizer is None:
             if params.stop:
                 raise UnsupportedError("this model has no tokenizer; use stop_token_ids instead of stop")
@@ -324,7 +329,7 @@ class LLM:
                 text = prompt if isinstance(prompt, str) else None
                 job = _Job(text, self.tokenizer, keep_chunks)
                 jobs.append(job)
-                resolved = self._for_engine(each)
+                resolved = self.engine_params(each)
                 token_ids = self.engine.check_request(
                     self.encode(prompt) if isinstance(prompt, str) else prompt, resolved
                 )

@@ -101,7 +101,7 @@ class Request:
 
     Attributes:
         rank: of two requests the one with the smaller rank is admitted first and preempted last.
-        block_ids: its blocks in logical order.
+        block_ids: its blocks in logical order; a list is never changed, but replaced by another.
         block_keys, num_kept_blocks: of its full blocks, the names of their contents, and how many from the first are in
             the prefix cache, so complete for every model that uses them.
         end_check: told of every output token in order, but not of one that ends the output by its id.
@@ -194,9 +194,13 @@ class TokenDelta:
         token_ids: the new output tokens, cut at the first stop.
         finish_reason: set with the last delta.
         logprobs: one entry per new token, if asked for.
+        num_draft_tokens: drafts that the step verified.
+        num_accepted_tokens: so many of `token_ids`, from the first, were drafts.
     """
 
     request: Request
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None
     logprobs: tuple[TokenLogprobs, ...] | None = None
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0

@@ -25,6 +25,7 @@ class SpecStats:
         verify_s: seconds of `sample_s` in the verifier, where the host waits for the device.
         prefill_s, prefill_tokens: seconds and prompt tokens of prefill steps.
         num_compiled_buckets, compile_s: static shapes compiled at start-up, and how long that took.
+        first_token_at: when the first output token of all was there, on the clock of `time.perf_counter`; None before.
         num_recompilations: compilations after start-up; anything but 0 is a bug.
         num_cuda_graphs: static shapes that are one CUDA graph each; all of them on CUDA under `reduce-overhead`.
         num_cuda_graph_skips: graphs that torch left out, at start-up or later.
@@ -56,6 +57,7 @@ class SpecStats:
     prefill_tokens: int = 0
     num_compiled_buckets: int = 0
     compile_s: float = 0.0
+    first_token_at: float | None = None
     num_recompilations: int = 0
     num_cuda_graphs: int = 0
     num_cuda_graph_skips: int = 0

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from compspec.sampling import transforms
 from compspec.sampling.params import SamplingParams
 from tests.law import make_engine, make_prompts
 from tests.tiny_models import tiny_model_folder
@@ -82,7 +83,10 @@ def folder(models: Path) -> Path:
 
 
 @pytest.mark.parametrize(("options", "expected"), CASES)
-def test_a_decode_step_reads_once(folder: Path, options: dict[str, Any], expected: int) -> None:
+def test_a_decode_step_reads_once(
+    folder: Path, options: dict[str, Any], expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transforms, "_sort_on_host", transforms._sort)  # as where the rows are on a GPU
     engine = make_engine(folder, speculative__method="ngram", speculative__num_draft_tokens=4)
     for prompt in make_prompts(4):
         engine.add_request(prompt, SamplingParams(max_tokens=24, seed=3, ignore_eos=True, **options))

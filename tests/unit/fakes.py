@@ -10,9 +10,9 @@ from torch import Tensor
 from compspec.batch import Batch, DraftTokens, ScheduledRequest, Scores, StepOutput
 from compspec.request import Request
 from compspec.sampling.metadata import (
-    GROUP_ROWS,
     SamplingMetadata,
     group_rows,
+    group_sizes,
     make_group,
     next_drafts,
     padded,
@@ -112,8 +112,8 @@ def make_metadata(num_rows: int, **changes: Any) -> SamplingMetadata:
     depth = np.arange(num_rows) - row_starts[request]
     drafts = changes.pop("drafts", None) or draft(*[[0] * max(0, int(count) - 1) for count in np.diff(row_starts)])
     columns = {name: each.numpy() for name, each in per_row.items()}
-    filters = (columns["top_k"], columns["top_p"], columns["log_min_p"])
-    groups = group_rows(columns["temperature"], columns["top_p"], (GROUP_ROWS,))
+    filters = [columns[name].tolist() for name in ("top_k", "top_p", "log_min_p")]
+    groups = group_rows(columns["temperature"], columns["top_p"], group_sizes(torch.device("cpu")))
     fields: dict[str, Any] = {
         "logit_rows": np.arange(num_rows),
         "rows": torch.arange(num_rows),
@@ -123,7 +123,7 @@ def make_metadata(num_rows: int, **changes: Any) -> SamplingMetadata:
         "positions": torch.arange(num_rows),
         "window_starts": torch.zeros(num_rows, dtype=torch.int64),
         "seeds": torch.zeros(num_rows, dtype=torch.int64),
-        "groups": tuple(make_group(torch.from_numpy(padded(rows, size)), rows, *filters) for rows, size in groups),
+        "groups": tuple(make_group(torch.tensor(padded(rows, size)), rows, *filters) for rows, size in groups),
         **per_row,
         **changes,
     }

@@ -181,6 +181,43 @@ def test_each_token_is_decoded_with_a_few_before_it_and_not_with_all(tokenizer: 
     assert counting.longest <= 16
 
 
+class ByteFallback(Bytes):
+    """As SentencePiece's: of a run of single bytes either all are characters or each is shown as a wrong one."""
+
+    def decode(self, token_ids: list[int], **options: Any) -> str:
+        runs = itertools.groupby((self._pieces[token] for token in token_ids), lambda piece: len(piece) == 1)
+        return "".join(self._run(b"".join(pieces)) for _, pieces in runs)
+
+    @staticmethod
+    def _run(data: bytes) -> str:
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "\ufffd" * len(data)
+
+
+@pytest.mark.parametrize("kind", [Bytes, ByteFallback])
+@pytest.mark.parametrize(
+    "run",
+    [b"\x80" * 200, b"\xf0" * 200, b"\xe6\x97" * 101, b"\xff" + "😀".encode()[:3] * 70, b"\xf0\x9f\x98" * 66 + b"\x80"],
+    ids=["ends", "beginnings", "two of three", "three of four", "a whole one at the end"],
+)
+@pytest.mark.parametrize("after", [b"", b" the end"])
+@pytest.mark.parametrize("beginning", [b"so: ", b"ab\xff"])
+def test_bytes_that_never_complete_a_character_are_not_decoded_again_and_again(
+    kind: type[Bytes], run: bytes, after: bytes, beginning: bytes
+) -> None:
+    pieces = [beginning, *[bytes([byte]) for byte in run], *([after] if after else [])]
+    tokenizer = Counting(kind(pieces))
+    detokenizer, released = Detokenizer(tokenizer, []), ""
+    for count in range(len(pieces)):
+        released += detokenizer.push(count)
+        so_far = kind(pieces).decode(list(range(count + 1)))
+        assert released.rstrip("\ufffd") == so_far.rstrip("\ufffd")
+    assert released + detokenizer.finish() == kind(pieces).decode(list(range(len(pieces))))
+    assert tokenizer.longest <= 40
+
+
 class Pieces:
     """A detokenizer whose token i has the text `pieces[i]`, and `rest` is what the output's end brings."""
 

@@ -535,7 +535,7 @@ def test_a_stream_brings_the_log_probabilities_of_the_prompt_with_its_first_chun
 @pytest.mark.parametrize("word", ["\n", "\t"])
 def test_a_bad_word_of_white_space_bans_no_space(llm: LLM, word: str) -> None:
     (space,) = llm.encode(" ")
-    banned = llm._for_engine(SamplingParams(bad_words=[word])).bad_words
+    banned = llm.engine_params(SamplingParams(bad_words=[word])).bad_words
     assert (space,) not in banned
     assert tuple(llm.encode(word)) in banned
 

@@ -15,6 +15,9 @@
 #include <cstring>
 #include <limits>
 #include <memory>
+#include <new>
+
+#include "team.h"
 
 #if defined(__AVX2__) && defined(__FMA__)
 #define AVX2
@@ -30,6 +33,7 @@
 
 namespace {
 using bf16 = std::uint16_t;
+using compspec::Team;
 using i64 = std::int64_t;
 
 typedef float Vec __attribute__((vector_size(32)));
@@ -401,26 +405,56 @@ float* scratch(i64 floats) {
   return static_cast<float*>(kept.get());
 }
 
+// What the threads of a call share.
+struct Shared {
+  i64 taken = 0;
+  int failed = 0;
+};
+
+// One thread's part.
 template <typename T>
-int attention(const Call<T>& call, int threads) {
+void work(const Call<T>& call, Shared& shared, const Team& team) {
+  if (team.thread == 0) shared = {};
+  team.wait();
+  float* memory = scratch(Tile<T>::scratch(call.head_dim));
+  if (memory == nullptr) {
+    __atomic_store_n(&shared.failed, 1, __ATOMIC_RELAXED);
+    return;
+  }
   const i64 rows = call.queries * (call.heads / call.kv_heads), pairs = call.requests * call.kv_heads;
-  i64 tokens = 0;
-  for (i64 r = 0; r < call.requests; ++r) tokens += call.lengths[r];
-  if (2 * tokens * call.queries * call.heads * call.head_dim < WORK_ALONE) threads = 1;
-  const i64 share = threads == 1 ? TILE_ROWS : std::clamp(rows * pairs / (4 * threads), FEWEST_ROWS, TILE_ROWS);
+  const i64 fair = std::clamp(rows * pairs / (4 * team.threads), FEWEST_ROWS, TILE_ROWS);
+  const i64 share = team.threads == 1 ? TILE_ROWS : fair;
   const i64 tile_rows = divide_up(divide_up(rows, divide_up(rows, share)), TOGETHER) * TOGETHER;
   const i64 tiles = divide_up(rows, tile_rows);
-  int failed = 0;
-#pragma omp parallel for num_threads(threads) schedule(dynamic, 1) reduction(| : failed)
-  for (i64 index = 0; index < tiles * pairs; ++index) {
-    float* memory = scratch(Tile<T>::scratch(call.head_dim));
-    failed |= memory == nullptr;
-    if (memory == nullptr) continue;
+  for (i64 index; (index = __atomic_fetch_add(&shared.taken, 1, __ATOMIC_RELAXED)) < tiles * pairs;) {
     // Later rows see more: the longest work first.
     const i64 first = (tiles - 1 - index / pairs) * tile_rows, count = std::min(tile_rows, rows - first);
     Tile<T>(call, memory, index % pairs / call.kv_heads, index % call.kv_heads, first, count).compute();
   }
-  return failed;
+}
+
+template <typename T>
+int attention(const Call<T>& call, int threads) {
+  Shared shared;
+  i64 tokens = 0;
+  for (i64 r = 0; r < call.requests; ++r) tokens += call.lengths[r];
+  if (2 * tokens * call.queries * call.heads * call.head_dim < WORK_ALONE) threads = 1;
+  compspec::in_team(threads, [&](const Team& team) { work(call, shared, team); });
+  return shared.failed;
+}
+
+// The arguments of a call in a program.
+template <typename T>
+struct Recorded {
+  Call<T> call;
+  Shared* shared;
+};
+
+template <typename T>
+int work_recorded(void* arguments, const Team* team) {
+  const auto* recorded = static_cast<const Recorded<T>*>(arguments);
+  work(recorded->call, *recorded->shared, *team);
+  return recorded->shared->failed;
 }
 
 }  // namespace
@@ -435,3 +469,13 @@ int attention(const Call<T>& call, int threads) {
   }
 COMPSPEC_ATTENTION(compspec_attention_bf16, bf16)
 COMPSPEC_ATTENTION(compspec_attention_fp32, float)
+
+// For programs: what the threads of a call share, and what all of them call with a Recorded.
+extern "C" void* compspec_attention_shared() { return new (std::nothrow) Shared; }
+extern "C" void compspec_attention_forget(void* shared) { delete static_cast<Shared*>(shared); }
+extern "C" int compspec_attention_work_bf16(void* arguments, const Team* team) {
+  return work_recorded<bf16>(arguments, team);
+}
+extern "C" int compspec_attention_work_fp32(void* arguments, const Team* team) {
+  return work_recorded<float>(arguments, team);
+}

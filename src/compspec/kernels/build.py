@@ -99,7 +99,8 @@ def _fingerprint(command: list[str]) -> str:
     source = next(word for word in command if word.endswith(".cpp"))
     compiler = command[: command.index(_FLAGS[0])]
     flags = [word for word in command if word != source]
-    parts = [Path(source).read_text(), *flags, _run([*compiler, "--version"]), _processor()]
+    headers = [path.read_text() for path in sorted(Path(source).parent.glob("*.h"))]
+    parts = [Path(source).read_text(), *headers, *flags, _run([*compiler, "--version"]), _processor()]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 

@@ -20,7 +20,7 @@
 #include <cstring>
 #include <memory>
 
-#include <omp.h>
+#include "team.h"
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
 #include <immintrin.h>
@@ -42,6 +42,7 @@
 namespace {
 using bf16 = std::uint16_t;
 using fp16 = std::uint16_t;
+using compspec::Team;
 using i64 = std::int64_t;
 
 constexpr int HALF = 16;         // columns of a vector
@@ -413,62 +414,87 @@ class Worker {
   int first_ = 0, second_ = 0;  // rows that the tiles are configured for
 };
 
-// x in 8 bits; memory is kept between calls, and null if there is not enough.
+// x in 8 bits, in memory of `size` bytes.
 class Quantised {
  public:
-  static Quantised* make(i64 rows, i64 groups) {
-    static thread_local Quantised kept;
-    const i64 cells = rows * groups, bytes = cells * (GROUP + 12) + rows * i64(sizeof(Row)) + 4 * LINE;
-    if (bytes > kept.size_) {
-      kept.memory_.reset(std::aligned_alloc(LINE, bytes / LINE * LINE + LINE));
-      kept.size_ = kept.memory_ ? bytes : 0;
-      if (!kept.memory_) return nullptr;
-    }
-    char* at = static_cast<char*>(kept.memory_.get());
-    kept.bytes_ = reinterpret_cast<std::int8_t*>(at), at += cells * GROUP;
-    kept.scale_ = reinterpret_cast<float*>(at), at += cells * 4;
-    kept.offset_ = reinterpret_cast<float*>(at), at += cells * 4;
-    kept.sum_ = reinterpret_cast<std::int32_t*>(at), at += (cells * 4 + LINE) / LINE * LINE;
-    kept.rows_ = reinterpret_cast<Row*>(at);
-    for (i64 r = 0; r < rows; ++r) {
-      kept.rows_[r] = {kept.bytes_ + r * groups * GROUP, kept.scale_ + r * groups, kept.sum_ + r * groups,
-                       kept.offset_ + r * groups};
-    }
-    return &kept;
+  static i64 size(i64 rows, i64 groups) {
+    return rows * groups * (GROUP + 12) + rows * i64(sizeof(Row)) + 2 * LINE;
+  }
+
+  Quantised(void* memory, i64 rows, i64 groups) : groups_(groups) {
+    const i64 cells = rows * groups;
+    rows_ = static_cast<Row*>(memory);
+    scale_ = reinterpret_cast<float*>(rows_ + rows);
+    offset_ = scale_ + cells;
+    sum_ = reinterpret_cast<std::int32_t*>(offset_ + cells);
+    bytes_ = reinterpret_cast<std::int8_t*>(sum_ + cells);
   }
 
   template <typename T>
   void fill(const Call<T>& call, i64 cell) const {
-    const T* x = call.x + cell / call.groups * call.stride + cell % call.groups * GROUP;
+    const i64 row = cell / groups_, group = cell % groups_, first = row * groups_;
+    if (group == 0) rows_[row] = {bytes_ + first * GROUP, scale_ + first, sum_ + first, offset_ + first};
+    const T* x = call.x + row * call.stride + group * GROUP;
     quantise_group(x, bytes_ + cell * GROUP, scale_ + cell, sum_ + cell, offset_ + cell);
   }
 
   const Row* rows() const { return rows_; }
 
  private:
-  std::unique_ptr<void, decltype(&std::free)> memory_{nullptr, &std::free};
-  i64 size_ = 0;
-  std::int8_t* bytes_ = nullptr;
-  float *scale_ = nullptr, *offset_ = nullptr;
-  std::int32_t* sum_ = nullptr;
-  Row* rows_ = nullptr;
+  i64 groups_;
+  Row* rows_;
+  float *scale_, *offset_;
+  std::int32_t* sum_;
+  std::int8_t* bytes_;
 };
+
+// One thread's part. `memory` is for x in 8 bits.
+template <typename T>
+void work(const Call<T>& call, void* memory, const Team& team) {
+  const Quantised x(memory, call.rows, call.groups);
+  if (call.format != FORMAT_BF16) {
+    const i64 cells = call.rows * call.groups;
+    for (i64 cell = team.begin(cells); cell < team.end(cells); ++cell) x.fill(call, cell);
+    team.wait();
+  }
+  const i64 blocks = (call.columns + COLUMNS - 1) / COLUMNS;
+  Worker<T> worker(call, x.rows());
+  for (i64 block = team.begin(blocks); block < team.end(blocks); ++block) worker.multiply(block);
+}
+
+// Kept between calls; null if there is not enough.
+void* scratch(i64 bytes) {
+  static thread_local std::unique_ptr<void, decltype(&std::free)> kept{nullptr, &std::free};
+  static thread_local i64 kept_bytes = 0;
+  if (bytes > kept_bytes) {
+    kept.reset(std::aligned_alloc(LINE, bytes / LINE * LINE + LINE));
+    kept_bytes = kept ? bytes : 0;
+  }
+  return kept.get();
+}
 
 template <typename T>
 int linear(const Call<T>& call, int threads) {
   const bool quantised = call.format != FORMAT_BF16;
-  const i64 blocks = (call.columns + COLUMNS - 1) / COLUMNS, cells = quantised ? call.rows * call.groups : 0;
-  const Quantised* x = quantised ? Quantised::make(call.rows, call.groups) : nullptr;
-  if (quantised && x == nullptr) return 1;
+  void* memory = quantised ? scratch(Quantised::size(call.rows, call.groups)) : nullptr;
+  if (quantised && memory == nullptr) return 1;
+  const i64 blocks = (call.columns + COLUMNS - 1) / COLUMNS;
   if (blocks * call.groups * group_bytes(call.format) * call.rows < ALONE) threads = 1;
-#pragma omp parallel num_threads(threads)
-  {
-#pragma omp for schedule(static)
-    for (i64 cell = 0; cell < cells; ++cell) x->fill(call, cell);
-    Worker<T> worker(call, quantised ? x->rows() : nullptr);
-#pragma omp for schedule(static) nowait
-    for (i64 block = 0; block < blocks; ++block) worker.multiply(block);
-  }
+  compspec::in_team(threads, [&](const Team& team) { work(call, memory, team); });
+  return 0;
+}
+
+// The arguments of a call in a program, beside a Call of its type.
+template <typename T>
+struct Recorded {
+  Call<T> call;
+  void* memory;  // compspec_packed_scratch bytes for int8 and int4
+};
+
+template <typename T>
+int work_recorded(void* arguments, const Team* team) {
+  const auto* recorded = static_cast<const Recorded<T>*>(arguments);
+  work(recorded->call, recorded->memory, *team);
   return 0;
 }
 
@@ -493,3 +519,12 @@ extern "C" int compspec_packed_best_path() {
   }
 COMPSPEC_PACKED_LINEAR(compspec_packed_linear_bf16, bf16)
 COMPSPEC_PACKED_LINEAR(compspec_packed_linear_fp32, float)
+
+// For programs: bytes of scratch, and what all threads of a team call with a Recorded.
+extern "C" i64 compspec_packed_scratch(i64 rows, i64 groups) { return Quantised::size(rows, groups); }
+extern "C" int compspec_packed_work_bf16(void* arguments, const Team* team) {
+  return work_recorded<bf16>(arguments, team);
+}
+extern "C" int compspec_packed_work_fp32(void* arguments, const Team* team) {
+  return work_recorded<float>(arguments, team);
+}

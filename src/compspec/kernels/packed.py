@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from compspec.kernels.build import default_cache_dir, load_library
-from compspec.kernels.packing import GROUP, Format, packed_bytes, unpack
+from compspec.kernels.packing import GROUP, Format, packed_bytes, padded_size, unpack
+from compspec.kernels.program import Recorder, active_recorder, address_of
 
 _P = ctypes.c_void_p
 _I = ctypes.c_int64
@@ -24,8 +25,27 @@ _ARGUMENTS = (_P, _I, _I, _I, _P, _P, _P, _I, _C, _C, _C)
 _SMALLEST = 1e-30
 
 _SYMBOLS = {torch.bfloat16: "compspec_packed_linear_bf16", torch.float32: "compspec_packed_linear_fp32"}
+_TEAM_SYMBOLS = {torch.bfloat16: "compspec_packed_work_bf16", torch.float32: "compspec_packed_work_fp32"}
 
 _LIBRARY = torch.library.Library("compspec", "FRAGMENT")  # type: ignore[no-untyped-call]
+
+
+class _Recorded(ctypes.Structure):
+    """`Recorded` of packed.cpp."""
+
+    _fields_ = (
+        ("x", _P),
+        ("stride", _I),
+        ("rows", _I),
+        ("groups", _I),
+        ("packed", _P),
+        ("bias", _P),
+        ("out", _P),
+        ("columns", _I),
+        ("format", _C),
+        ("path", _C),
+        ("memory", _P),
+    )
 
 
 class _Kernel:
@@ -40,6 +60,7 @@ class _Kernel:
         self._lock = threading.Lock()
         self._tried = False
         self._functions: dict[torch.dtype, ctypes._NamedFuncPointer] = {}
+        self._library: ctypes.CDLL | None = None
         self.name: str | None = None
         self.path = 0
 
@@ -59,6 +80,9 @@ class _Kernel:
             function.argtypes = _ARGUMENTS
             function.restype = _C
             self._functions[dtype] = function
+        library.compspec_packed_scratch.argtypes = (_I, _I)
+        library.compspec_packed_scratch.restype = _I
+        self._library = library
         self.path = library.compspec_packed_best_path()
         self.name = Path(library._name).name
 
@@ -69,6 +93,32 @@ class _Kernel:
         if form == Format.BF16 and (dtype != torch.bfloat16 or self.path == 0):
             return None
         return self._functions.get(dtype)
+
+    def record(
+        self, recorder: Recorder, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, form: int
+    ) -> None:
+        """Tells a recorder of one product."""
+        assert self._library is not None
+        in_features = x.shape[-1]
+        rows, groups = x.numel() // in_features, in_features // GROUP
+        num_bytes = self._library.compspec_packed_scratch(rows, groups) if form != Format.BF16 else 0
+        memory = recorder.empty((num_bytes,), (1,), torch.uint8)
+        recorder.in_team(
+            address_of(getattr(self._library, _TEAM_SYMBOLS[x.dtype])),
+            _Recorded(
+                x.data_ptr(),
+                in_features,
+                rows,
+                groups,
+                packed.data_ptr(),
+                None if bias is None else bias.data_ptr(),
+                out.data_ptr(),
+                out.shape[-1],
+                form,
+                self.path,
+                memory.data_ptr(),
+            ),
+        )
 
 
 _KERNEL = _Kernel()
@@ -121,8 +171,19 @@ class PackedLinear(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., in_features] -> [..., out_features]."""
-        whole: Tensor = torch.ops.compspec.packed_linear(input, self.packed, self.bias, self.columns, self.form)
-        return whole[..., self.first : self.first + self.out_features]
+        if torch.compiler.is_compiling():
+            # All layers of the group ask for the same product; the compiler makes it once.
+            whole: Tensor = torch.ops.compspec.packed_linear(input, self.packed, self.bias, self.columns, self.form)
+            return whole[..., self.first : self.first + self.out_features]
+        own: Tensor = torch.ops.compspec.packed_linear(input, *self._own(), self.form)
+        return own[..., : self.out_features]
+
+    def _own(self) -> tuple[Tensor, Tensor | None, int]:
+        """This layer's part of the weight and bias, and its columns."""
+        columns = min(padded_size(self.out_features), self.columns - self.first)
+        before, size = (packed_bytes(n, self.in_features, Format(self.form)) for n in (self.first, columns))
+        bias = None if self.bias is None else self.bias[self.first : self.first + columns]
+        return self.packed[before : before + size], bias, columns
 
     def extra_repr(self) -> str:
         """For the module's repr."""
@@ -171,9 +232,15 @@ def _packed_linear_cpu(x: Tensor, packed: Tensor, bias: Tensor | None, columns: 
     if in_features % GROUP:
         x = F.pad(x, (0, -in_features % GROUP))
         in_features = x.shape[-1]
-    out = x.new_empty((*x.shape[:-1], columns))
     if not x.is_contiguous():
         x = x.contiguous()
+    shape = (*x.shape[:-1], columns)
+    recorder = active_recorder()
+    if recorder is None:
+        out = x.new_empty(shape)
+    else:
+        out = recorder.empty_contiguous(shape, x.dtype)
+        _KERNEL.record(recorder, x, packed, bias, out, form)
     failed = function(
         x.data_ptr(),
         in_features,

@@ -41,7 +41,9 @@ class GgufBlocks:
             rows = self._rows(tensor, weight.dtype)
             order = [rows.get(key) for key in wanted]
             if None not in order:
-                return _blocks(tensor, np.array(order))
+                blocks = _blocks(tensor, np.array(order))
+                if blocks.minimum is None or bool(blocks.minimum.isfinite().all()):  # -8 times a scale can overflow
+                    return blocks
         logger.info("%s is not in blocks of a known kind in %s and is rounded", name, self._path.name)
         return None
 

@@ -1,5 +1,6 @@
 """Puts the linear layers of a model on kernels: packed weights, perhaps quantised; equal inputs share a product."""
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,9 @@ from compspec.kernels.packed import PackedLinear, packs_bf16
 from compspec.kernels.packed import implementation as packed_implementation
 from compspec.kernels.packing import Format, Quantised, pack_bf16, pack_quantised, padded_size, quantise
 from compspec.models.packed_store import PackedStore
+from compspec.models.torchao import quantise_by_torchao
+
+logger = logging.getLogger(__name__)
 
 # Routers of experts and the like: a few outputs, on which much hangs.
 _FEWEST_QUANTISED = 64
@@ -90,7 +94,10 @@ def use_kernels(
     """
     if section.quantization != "none":
         _check_quantised(section, dtype, device)
+        if device.type != "cpu":
+            return quantise_by_torchao(module, _quantised_layers(module, groups), section.quantization)
         pack_linears(module, groups, Format[section.quantization.upper()], known)
+        _tell_what_is_left(module, section)
         return f"{section.quantization}:{packed_implementation()}"
     fits = device.type == "cpu" and dtype == torch.bfloat16
     if section.cpu_linear == "kernel" and not fits:
@@ -113,12 +120,40 @@ def use_kernels(
 
 def _check_quantised(section: ModelSection, dtype: torch.dtype, device: torch.device) -> None:
     wanted = f"model.quantization is '{section.quantization}'"
-    if device.type != "cpu":
-        raise ConfigError(f"{wanted}, which is for CPUs; the model is on {device}")
     if dtype not in (torch.bfloat16, torch.float32):
         raise ConfigError(f"{wanted}, which computes in bfloat16 or float32; set model.dtype, which is {dtype}")
-    if section.cpu_linear == "native":
+    if device.type == "cpu" and section.cpu_linear == "native":
         raise ConfigError(f"{wanted}, which needs compspec's kernels; model.cpu_linear: native leaves them out")
+    if device.type != "cpu" and section.cpu_linear == "kernel":
+        raise ConfigError(f"{wanted}, which torchao does on {device}; model.cpu_linear: kernel is for cpu")
+
+
+def _quantised_layers(module: nn.Module, groups: Iterable[Sequence[str]]) -> list[str]:
+    """The layers in `groups` whose weights get fewer bits, each once."""
+    names = dict.fromkeys(name for group in groups for name in group)
+    layers = {name: module.get_submodule(name) for name in names}
+    return [
+        name
+        for name, layer in layers.items()
+        if type(layer) is nn.Linear and layer.out_features >= _FEWEST_QUANTISED
+    ]
+
+
+def _tell_what_is_left(module: nn.Module, section: ModelSection) -> None:
+    """Warns where most of the weights are in modules of other kinds: fused experts, GPT-2's Conv1D."""
+    quantised = sum(
+        layer.in_features * layer.out_features
+        for layer in module.modules()
+        if isinstance(layer, PackedLinear) and layer.form != Format.BF16
+    )
+    embeddings = {id(layer.weight) for layer in module.modules() if isinstance(layer, nn.Embedding)}
+    left = sum(one.numel() for one in module.parameters() if one.dim() > 1 and id(one) not in embeddings)
+    if left > quantised:
+        logger.warning(
+            "model.quantization is '%s', but only %.0f %% of the weights are in layers that it knows; the rest stays",
+            section.quantization,
+            100 * quantised / (quantised + left),
+        )
 
 
 def pack_linears(

@@ -86,7 +86,11 @@ def load_model(section: ModelSection, cache_path: Path) -> LoadedModel:
         source = str(files.gguf and files.gguf.resolve())
         known = KnownWeights(
             find_blocks=GgufBlocks(files.gguf).find if files.gguf is not None else None,
-            store=PackedStore(cache_path / "packed", [section.quantization, str(dtype), source, *headers]),
+            store=PackedStore(
+                cache_path / "packed",
+                f"{Path(files.gguf or folder).stem}-{section.quantization}",
+                [section.quantization, str(dtype), source, *headers],
+            ),
         )
     linear = use_kernels(module, check.same_inputs, section, dtype, device, known)
     return LoadedModel(

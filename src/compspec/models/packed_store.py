@@ -3,6 +3,7 @@
 import hashlib
 import logging
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,12 +24,14 @@ class PackedStore:
 
     Args:
         folder: of all of them.
+        name: of the model, for people.
         key_parts: what identifies the model's weights and what was wanted of them.
     """
 
-    def __init__(self, folder: Path, key_parts: Sequence[str]) -> None:
+    def __init__(self, folder: Path, name: str, key_parts: Sequence[str]) -> None:
         digest = hashlib.sha256("|".join([_VERSION, *key_parts]).encode()).hexdigest()[:32]
-        self._path = folder / f"{digest}.safetensors"
+        plain_name = re.sub(r"[^\w.-]", "_", name)
+        self._path = folder / f"{plain_name}-{digest}.safetensors"
         self._known = self._read()
         self._made: dict[str, tuple[Format, Tensor]] = {}
 

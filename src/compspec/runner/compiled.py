@@ -1,8 +1,10 @@
 """All torch.compile settings. One static graph per bucket; the decoder layer is compiled once and reused in it."""
 
+import contextlib
 import inspect
 import logging
 import os
+import threading
 import time
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -13,11 +15,13 @@ from typing import Any
 import torch
 import torch._dynamo
 import torch._inductor
+import torch._inductor.cpu_vec_isa
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
 
 from compspec.batch import Bucket
+from compspec.cache import chosen_inductor_folder
 from compspec.errors import UnsupportedError
 from compspec.runner.passes import ShareProducts
 from compspec.sampling.sampler import NoiseFunction
@@ -29,7 +33,7 @@ StepFunction = Callable[..., Tensor]
 REGION_MARK = "_compspec_region"
 
 # Rows of a forward whose small kernels (norms, rotation, activation) cost less than waking a second thread.
-_FEW_ROWS = 32
+FEW_ROWS = 32
 
 # Torch before 2.8 knows no filter.
 _FILTERS_GUARDS = hasattr(torch.compiler, "skip_guard_on_globals_unsafe")
@@ -38,9 +42,21 @@ _FILTERS_GUARDS = hasattr(torch.compiler, "skip_guard_on_globals_unsafe")
 _NO_TIMINGS = {"deterministic": True, "shape_padding": False}
 
 
-def use_cache_folder(path: Path) -> None:
-    """Keeps compiled code below `path`, unless the user chose a folder through the environment."""
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(path / "inductor"))
+def prepare(cache_path: Path) -> None:
+    """Keeps compiled code below `cache_path`, unless the user chose a folder through the environment.
+
+    Also begins to find out which vector instructions compiler and processor have in common. For a CPU Inductor asks
+    that first, and waits for a dozen processes.
+    """
+    if chosen_inductor_folder() is None:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache_path / "inductor")
+    if not torch.cuda.is_available():
+        threading.Thread(target=_ask_for_instructions, daemon=True).start()
+
+
+def _ask_for_instructions() -> None:
+    with contextlib.suppress(Exception):  # it is asked again, and then it is told
+        torch._inductor.cpu_vec_isa.pick_vec_isa()
 
 
 @contextmanager
@@ -135,7 +151,7 @@ def step_options(mode: str, device: torch.device, exact: bool) -> dict[str, Any]
 def _cpu_options(bucket: Bucket) -> dict[str, Any]:
     """Less work on the host between kernels."""
     options: dict[str, Any] = {"post_grad_custom_pre_pass": ShareProducts(), "size_asserts": False}
-    if bucket.num_tokens <= _FEW_ROWS:
+    if bucket.num_tokens <= FEW_ROWS:
         options["cpp.threads"] = 1
     return options
 

@@ -23,7 +23,8 @@ class Query:
     Attributes:
         token_ids: 1 .. Q tokens.
         start: absolute position of the first.
-        block_ids: the request's blocks, in logical order; they reach at least to the last row.
+        block_ids: the request's blocks, in logical order; they reach at least to the last row. A list that was given
+            once is not changed: with the blocks, a request gets a new one.
         writes: whether the rows' keys and values are stored; if not, they must be in the cache already.
     """
 
@@ -64,6 +65,10 @@ class InputBuffers:
         ids, positions, slots, table, seq_lens, scored = self._device
         self.tensors = (ids.view(1, -1), positions.view(1, -1), slots.view(-1), table, seq_lens, scored.view(-1))
         self.starts = self._positions[:, 0]
+        self._rows, self._offsets = np.arange(requests)[:, None], np.arange(rows)
+        # What stands in each row of the block table, so that a step does not write a long one again.
+        self._tables: list[tuple[Sequence[int], int] | None] = [None] * requests
+        self._num_filled = requests  # rows that may not be padding
 
     def _array(self, shape: tuple[int, ...], dtype: type) -> NDArray[Any]:
         """Zeros on the host, in pinned memory where they will be copied to a GPU."""
@@ -74,16 +79,19 @@ class InputBuffers:
 
     def fill(self, queries: Sequence[Query]) -> tuple[Tensor, ...]:
         """Loads a batch into `tensors`, and returns them. Waits for the copies of the last fill alone."""
-        assert len(queries) <= self.bucket.num_requests
+        count = len(queries)
+        assert count <= self.bucket.num_requests
         self._fence.wait()
-        for row, query in enumerate(queries):
-            self._fill_request(row, query)
-        for row in range(len(queries), self.bucket.num_requests):
+        self._num_filled = max(self._num_filled, count)
+        if queries:
+            self._fill_requests(queries)
+        for row in range(count, self._num_filled):
             self._token_ids[row] = 0
             self._positions[row] = 0
             self._slots[row] = SCRATCH_BLOCK * self._block_size
             self._seq_lens[row] = 1
-            self.block_table[row] = SCRATCH_BLOCK
+            self._fill_table(row, (), 0)
+        self._num_filled = count
         if self._pinned:
             try:
                 for source, target in zip(self._host, self._device, strict=True):
@@ -92,24 +100,34 @@ class InputBuffers:
                 self._fence.raise_()
         return self.tensors
 
-    def _fill_request(self, row: int, query: Query) -> None:
-        count = len(query.token_ids)
-        assert 1 <= count <= self.bucket.query_len
-        last = query.start + count - 1
-        positions = np.arange(query.start, last + 1)
-        num_blocks = last // self._block_size + 1
-        assert num_blocks <= len(query.block_ids), "rows beyond the request's blocks"
-        self._token_ids[row, :count] = query.token_ids
-        self._token_ids[row, count:] = 0
-        self._positions[row, :count] = positions
-        self._positions[row, count:] = last
-        blocks = np.asarray(query.block_ids[:num_blocks], dtype=np.int32)
-        self._slots[row] = SCRATCH_BLOCK * self._block_size
-        if query.writes:
-            self._slots[row, :count] = blocks[positions // self._block_size].astype(np.int64) * self._block_size
-            self._slots[row, :count] += positions % self._block_size
-        self._seq_lens[row] = last + 1
-        self.block_table[row, :num_blocks] = blocks
-        self.block_table[row, num_blocks:] = SCRATCH_BLOCK
+    def _fill_requests(self, queries: Sequence[Query]) -> None:
+        count, size = len(queries), self._block_size
+        lengths = np.array([len(query.token_ids) for query in queries])
+        starts = np.array([query.start for query in queries])
+        last = starts + lengths - 1
+        assert lengths.min() >= 1 and lengths.max() <= self.bucket.query_len
+        is_real = self._offsets < lengths[:, None]
+        token_ids, positions, slots = self._token_ids[:count], self._positions[:count], self._slots[:count]
+        token_ids[:] = 0
+        token_ids[is_real] = [token for query in queries for token in query.token_ids]
+        np.minimum(starts[:, None] + self._offsets, last[:, None], out=positions)
+        for row, (query, num_blocks) in enumerate(zip(queries, (last // size + 1).tolist(), strict=True)):
+            self._fill_table(row, query.block_ids, num_blocks)
+        blocks = self.block_table[self._rows[:count], positions // size]
+        slots[:] = blocks * np.int64(size) + positions % size
+        is_real &= np.array([query.writes for query in queries])[:, None]
+        slots[~is_real] = SCRATCH_BLOCK * size
+        self._seq_lens[:count] = last + 1
         if not self.bucket.is_decode:
-            self._scored[row, 0] = row * self.bucket.query_len + count - 1
+            self._scored[:count, 0] = np.arange(count) * self.bucket.query_len + lengths - 1
+
+    def _fill_table(self, row: int, block_ids: Sequence[int], num_blocks: int) -> None:
+        """The first `num_blocks` of a request's blocks, and the scratch block after them."""
+        assert num_blocks <= len(block_ids), "rows beyond the request's blocks"
+        written = self._tables[row]
+        if written is not None and written[0] is block_ids and written[1] == num_blocks:
+            return
+        self._tables[row] = None  # until it is written whole
+        self.block_table[row, :num_blocks] = block_ids[:num_blocks]
+        self.block_table[row, num_blocks:] = SCRATCH_BLOCK
+        self._tables[row] = block_ids, num_blocks

@@ -13,11 +13,13 @@ from compspec.attention.backend import AttentionSetup, in_force
 from compspec.batch import Bucket
 from compspec.config import EngineConfig
 from compspec.errors import CapacityError, UnsupportedError, one_line
+from compspec.kernels.program import Program
 from compspec.models.adapter import ModelAdapter
 from compspec.runner import compiled, graphs, kv_cache
 from compspec.runner.buckets import Buckets
 from compspec.runner.compile_check import check_compiled
 from compspec.runner.inputs import InputBuffers, Query
+from compspec.runner.recording import NotRecordable, record
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +98,6 @@ class ModelRunner:
         self.k_caches, self.v_caches = caches or kv_cache.allocate(adapter, self.num_blocks, self.block_size)
         adapter.set_kv_buffers(self.k_caches, self.v_caches)
         if self._mode != "none":
-            compiled.use_cache_folder(config.cache_path)
             compiled.mark_regions(adapter.module, adapter.decoder_layer_classes)
         self._buffers = {
             bucket: InputBuffers(bucket, self.block_size, self.max_blocks, adapter.device)
@@ -114,6 +115,8 @@ class ModelRunner:
         self.num_skips = 0
         self.late_graphs = graphs.GraphCounts()  # what torch captured and left out in forwards after the warm-up
         self._captured: set[Bucket] = set()
+        self._uses_programs = self._mode == "reduce-overhead" and adapter.device.type == "cpu"
+        self._programs: dict[Bucket, tuple[Program, Tensor]] = {}
 
     def _drop_other_arithmetic(self) -> None:
         """Leaves the decode buckets whose attention computes rows in the order of the widest."""
@@ -124,6 +127,11 @@ class ModelRunner:
         if dropped:
             logger.info("not used, because their attention is not that of %s: %s", widest, ", ".join(dropped))
         self.buckets.restrict_decode(keep)
+
+    @property
+    def num_programs(self) -> int:
+        """Buckets in use that run as one program each, on a CPU."""
+        return len(self._programs.keys() & set(self.buckets.all))
 
     @property
     def num_graphs(self) -> int:
@@ -158,6 +166,8 @@ class ModelRunner:
                     self._capture(bucket)
                 else:
                     self._call(bucket, [])
+                    if self._uses_programs:
+                        self._record(bucket)
             if progress is not None and self._mode != "none":
                 progress(str(bucket), watch.seconds)
         if self._mode != "none":
@@ -180,6 +190,27 @@ class ModelRunner:
         else:
             logger.warning("bucket %s was not captured as a CUDA graph: %s", bucket, problem)
 
+    def _record(self, bucket: Bucket) -> None:
+        """Makes a program of a bucket's step, if it can be one, and sees that it computes the same."""
+        buffers = self._buffers[bucket]
+        rows = min(bucket.query_len, (self.num_blocks - 1) * self.block_size, self._max_model_len)
+        tokens = [token % self.adapter.vocab_size for token in range(rows)]
+        probe = Query(token_ids=tokens, start=0, block_ids=list(range(1, self.num_blocks)))
+        inputs = buffers.fill([probe] * bucket.num_requests)
+        plan = self.attention.plan(bucket, buffers.block_table, buffers.starts)
+        try:
+            with in_force(plan):
+                program, logits = record(self._steps[bucket], inputs, together=bucket.num_tokens <= compiled.FEW_ROWS)
+        except NotRecordable as reason:
+            logger.info("%s does not run as one program: %s", bucket, reason)
+            return
+        compiled_logits = logits.clone()
+        program.run()
+        if not torch.equal(logits, compiled_logits):
+            logger.warning("%s does not run as one program: the program computes something else", bucket)
+            return
+        self._programs[bucket] = program, logits
+
     @torch.no_grad()
     def run(self, bucket: Bucket, queries: Sequence[Query]) -> Tensor:
         """Runs one batch and writes its keys and values into the cache.
@@ -194,6 +225,8 @@ class ModelRunner:
         """
         self.num_eager_runs += self._mode == "none"
         before = graphs.graph_counts() if self.uses_graphs else graphs.GraphCounts()
+        if bucket in self._programs:
+            return self._run_program(bucket, queries)
         with compiled.no_recompilation(self._mode):
             logits = self._call(bucket, queries)
         if self.uses_graphs:
@@ -213,6 +246,12 @@ class ModelRunner:
             self._begin_step()
         with in_force(plan):
             logits = (step or self._steps[bucket])(*inputs)
+        return logits.view(bucket.num_requests, bucket.num_logits, -1)
+
+    def _run_program(self, bucket: Bucket, queries: Sequence[Query]) -> Tensor:
+        self._buffers[bucket].fill(queries)
+        program, logits = self._programs[bucket]
+        program.run()
         return logits.view(bucket.num_requests, bucket.num_logits, -1)
 
     def _begin_step(self) -> None:

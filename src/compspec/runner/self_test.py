@@ -25,7 +25,7 @@ from compspec.runner.model_runner import ModelRunner
 logger = logging.getLogger(__name__)
 
 # Changes with what is tested, so that results of another test are not taken over.
-_VERSION = "3"
+_VERSION = "4"
 
 # Rows that are probed after each context, where a step has fewer.
 _FEWEST_ROWS = 8
@@ -59,7 +59,10 @@ def run_self_test(runner: ModelRunner) -> SelfTestResult:
     layers = products(runner.adapter.module)
     most = runner.buckets.widest_decode.num_tokens
     buckets = sorted(runner.buckets.decode, key=lambda bucket: -bucket.num_tokens)
-    agrees = {bucket: not any(rows_differ(layer, bucket.num_tokens, most) for layer in layers) for bucket in buckets}
+    dtype = runner.adapter.dtype
+    agrees = {
+        bucket: not any(rows_differ(layer, dtype, bucket.num_tokens, most) for layer in layers) for bucket in buckets
+    }
     # In the reference itself a difference is one between places.
     independent = {bucket: agrees[bucket] or bucket.num_tokens < most for bucket in buckets}
     for context in contexts:

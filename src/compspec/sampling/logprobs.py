@@ -9,7 +9,7 @@ from torch import Tensor
 
 from compspec.batch import Batch, Scores, StepOutput
 from compspec.request import Logprob, TokenLogprobs
-from compspec.sampling.metadata import GROUP_ROWS, SamplingMetadata
+from compspec.sampling.metadata import SamplingMetadata, group_sizes
 from compspec.transfer import upload
 
 
@@ -50,11 +50,12 @@ def token_logprobs(
         return []
     most = max(num_top)
     # One static shape, so that a row's bits do not depend on how many are reported with it.
-    missing = -len(rows) % GROUP_ROWS
+    size = group_sizes(logits.device)[0]
+    missing = -len(rows) % size
     at = np.pad(np.array(rows, dtype=np.int64), (0, missing), mode="edge")
     chosen = np.pad(np.array(token_ids, dtype=np.int64), (0, missing), mode="edge")
     sent_rows, sent_chosen = upload([at, chosen], logits.device)
-    groups = zip(sent_rows.view(-1, GROUP_ROWS), sent_chosen.view(-1, GROUP_ROWS), strict=True)
+    groups = zip(sent_rows.view(-1, size), sent_chosen.view(-1, size), strict=True)
     read = torch.cat([_group(logits[part], tokens, most) for part, tokens in groups]).tolist()
     found: list[TokenLogprobs] = []
     for token, (logprob, rank, *top), count in zip(token_ids, read, num_top, strict=False):
@@ -66,7 +67,7 @@ def token_logprobs(
 
 
 def _group(logits: Tensor, chosen: Tensor, num_top: int) -> Tensor:
-    """GROUP_ROWS rows as float64, which holds all of it exactly: own log-probability and rank, top ids, top values."""
+    """A group of rows as float64, which holds all of it exactly: own log-probability and rank, top ids, top values."""
     logits = logits.float()
     logprobs = logits.log_softmax(-1)
     keys = _order_keys(logits)

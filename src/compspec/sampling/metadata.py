@@ -7,6 +7,7 @@ token to its last; the drafts come with the step. Rows that nothing is sampled f
 Legend: R requests, K drafts, V vocabulary, S slots, M rows to sample, N distinct tokens of a request.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,19 +23,22 @@ from compspec.sampling.params import LogitsProcessor
 from compspec.transfer import upload
 
 GROUP_ROWS = 8
-"""Whatever rounds runs on groups of so many rows: one static shape, whatever is in the batch."""
+"""On a GPU whatever rounds runs on groups of so many rows: one static shape, whatever is in the batch. On a CPU, where
+rows that only fill a group cost as much as the others, it runs on one row at a time."""
 
 WIDE_GROUP_ROWS = 64
 """On a GPU, rows whose sampling does not round (no top_p) run in groups of so many, where there are as many: fewer
-kernels to launch."""
+kernels to launch. On a CPU `GROUP_ROWS` serves for that."""
+
+_NO_ROWS = np.empty(0, dtype=np.int64)
 
 NO_DRAFT = -2
 """Equal to no token, and not to the sampler's "no token" either."""
 
 
 def group_sizes(device: torch.device) -> tuple[int, ...]:
-    """The numbers of rows that noise is made for at once on this device."""
-    return (GROUP_ROWS, WIDE_GROUP_ROWS) if device.type == "cuda" else (GROUP_ROWS,)
+    """The numbers of rows that noise is made for at once on this device. What rounds runs on the first alone."""
+    return (GROUP_ROWS, WIDE_GROUP_ROWS) if device.type == "cuda" else (1, GROUP_ROWS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,46 +156,51 @@ class _Slot:
     ends: NDArray[np.int64] | None = None
     allowed: Tensor | None = None
 
+    @property
+    def has_edits(self) -> bool:
+        """Whether single places of its rows are forbidden or have a bias."""
+        single = (self.bias_tokens, self.banned, self.ends)
+        return bool(self.bad_words) or any(each is not None for each in single)
+
 
 def next_drafts(drafts: DraftTokens, request: NDArray[np.int64], depth: NDArray[np.int64]) -> NDArray[np.int64]:
     """[M], the draft that follows each row."""
-    beside = np.pad(drafts.token_ids, ((0, 0), (0, 1)), constant_values=NO_DRAFT)
-    return np.where(depth < drafts.num_draft_tokens[request], beside[request, depth], NO_DRAFT)
+    follows = np.full(len(request), NO_DRAFT, dtype=np.int64)
+    some = np.flatnonzero(depth < drafts.num_draft_tokens[request])
+    follows[some] = drafts.token_ids[request[some], depth[some]]
+    return follows
 
 
 def group_rows(
     temperature: NDArray[np.float32], top_p: NDArray[np.float32], sizes: tuple[int, ...]
-) -> Iterable[tuple[NDArray[np.int64], int]]:
+) -> Iterable[tuple[list[int], int]]:
     """Rows with temperature in groups, and the size of each; those that need the dear top_p side by side."""
     noisy = np.flatnonzero(temperature > 0)
-    noisy = noisy[np.argsort(top_p[noisy] < 1, kind="stable")]
-    num_plain = int((top_p[noisy] >= 1).sum())
+    plain = top_p[noisy] >= 1
+    rows = [*noisy[plain].tolist(), *noisy[~plain].tolist()]
+    num_plain = np.count_nonzero(plain)
     first = 0
-    while first < len(noisy):
-        size = max((size for size in sizes if first + size <= num_plain), default=GROUP_ROWS)
-        yield noisy[first : first + size], size
+    while first < len(rows):
+        size = max((size for size in sizes if first + size <= num_plain), default=sizes[0])
+        yield rows[first : first + size], size
         first += size
 
 
-def padded(rows: NDArray[np.int64], size: int) -> NDArray[np.int64]:
+def padded(rows: list[int], size: int) -> list[int]:
     """The last row repeated up to `size`."""
-    return np.pad(rows, (0, size - len(rows)), mode="edge")
+    return rows + rows[-1:] * (size - len(rows))
 
 
 def make_group(
-    sent_rows: Tensor,
-    rows: NDArray[np.int64],
-    top_k: NDArray[np.int64],
-    top_p: NDArray[np.float32],
-    log_min_p: NDArray[np.float32],
+    sent_rows: Tensor, rows: list[int], top_k: list[int], top_p: list[float], log_min_p: list[float]
 ) -> RowGroup:
     """The group of `rows`, which are `sent_rows` on the device; the others are of all M rows."""
     return RowGroup(
         rows=sent_rows,
         num_rows=len(rows),
-        max_top_k=int(top_k[rows].max()),
-        any_top_p=bool((top_p[rows] < 1).any()),
-        any_min_p=bool((log_min_p[rows] > -np.inf).any()),
+        max_top_k=max(top_k[row] for row in rows),
+        any_top_p=any(top_p[row] < 1 for row in rows),
+        any_min_p=any(log_min_p[row] > -math.inf for row in rows),
     )
 
 
@@ -278,10 +287,12 @@ class MetadataState:
             "bans": bans,
             "bias_index": bias_index,
             "bias": bias,
-            **{f"group {index}": padded(rows, size) for index, (rows, size) in enumerate(groups)},
+            "groups": np.array([row for rows, size in groups for row in padded(rows, size)], dtype=np.int64),
             **self._penalty_arrays(batch, drafts, slots, request),
         }
         sent = dict(zip(arrays, upload(list(arrays.values()), self._device), strict=True))
+        filters = (top_k.tolist(), top_p.tolist(), log_min_p.tolist())
+        sent_groups = torch.split(sent["groups"], [size for _, size in groups])
         return SamplingMetadata(
             row_starts=tuple(row_starts.tolist()),
             logit_rows=logit_rows,
@@ -297,8 +308,7 @@ class MetadataState:
             log_min_p=sent["log_min_p"],
             top_k=sent["top_k"],
             groups=tuple(
-                make_group(sent[f"group {index}"], rows, top_k, top_p, log_min_p)
-                for index, (rows, _) in enumerate(groups)
+                make_group(sent_rows, rows, *filters) for sent_rows, (rows, _) in zip(sent_groups, groups, strict=True)
             ),
             penalties=self._penalties(sent, slots),
             bias_index=sent["bias_index"] if len(bias_index) else None,
@@ -400,10 +410,9 @@ class MetadataState:
         first_depth: NDArray[np.int64],
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32]]:
         """Single places in the M rows: the forbidden ones, and those with a bias and its value."""
-        none = np.empty(0, dtype=np.int64)
-        bans, bias_index, bias = [none], [none], [np.empty(0, dtype=np.float32)]
+        bans, bias_index, bias = [_NO_ROWS], [_NO_ROWS], [np.empty(0, dtype=np.float32)]
         for index, (entry, slot) in enumerate(zip(batch.scheduled, slots, strict=True)):
-            if slot is None:
+            if slot is None or not slot.has_edits:
                 continue
             rows = np.arange(row_starts[index], row_starts[index + 1], dtype=np.int64)
             if slot.banned is not None:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compspec.batch import Batch, DraftTokens, StepOutput
-from compspec.sampling.metadata import GROUP_ROWS, SamplingMetadata
+from compspec.sampling.metadata import SamplingMetadata, group_sizes
 from compspec.sampling.noise import ACCEPTANCE_STREAM, RECOVERY_STREAM, stream_salts, uniform
 from compspec.sampling.sampler import NO_TOKEN, NoiseFunction, Sampled
 from compspec.sampling.verifier import step_output
@@ -26,7 +26,7 @@ class RejectionVerifier:
     are certain: q is 1 at the draft.
 
     Args:
-        noise: makes Gumbel noise; called with `GROUP_ROWS` rows.
+        noise: makes Gumbel noise; called with as many rows as the first of `metadata.group_sizes`.
         block: verify the window as a whole (arXiv 2403.10444), which keeps at least as many drafts.
     """
 
@@ -68,10 +68,11 @@ class RejectionVerifier:
     def _draw(self, open_rows: list[tuple[int, int, Tensor]], metadata: SamplingMetadata) -> list[int]:
         """Samples one token from each row's distribution, which need not be normalised."""
         found: list[int] = []
-        for start in range(0, len(open_rows), GROUP_ROWS):
-            part = open_rows[start : start + GROUP_ROWS]
+        size = group_sizes(metadata.rows.device)[0]
+        for start in range(0, len(open_rows), size):
+            part = open_rows[start : start + size]
             rows = torch.tensor([row for _, row, _ in part], device=metadata.rows.device)
-            padded = F.pad(rows, (0, GROUP_ROWS - len(part)))
+            padded = F.pad(rows, (0, size - len(part)))
             salts = stream_salts(RECOVERY_STREAM, metadata.window_starts[padded])
             noise = self._noise(metadata.seeds[padded], metadata.positions[padded], salts)[: len(part)]
             weights = torch.stack([weight for _, _, weight in part])

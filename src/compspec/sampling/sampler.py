@@ -42,7 +42,8 @@ class Sampler:
 
     The noise is keyed by (seed, position, token id), so the token at a position does not depend on the
     step, the row or the batch in which it is sampled. (Drafter-invariant speculation: Daliri, Musco, Suresh,
-    arXiv 2408.07978.) What rounds runs on groups of `GROUP_ROWS` rows, the rest is elementwise, so neither do bits.
+    arXiv 2408.07978.) What rounds runs on groups of one size (`metadata.group_sizes`), the rest is elementwise, so
+    neither do bits.
 
     Args:
         noise: makes Gumbel noise; called with as many rows as `metadata.group_sizes` says.
@@ -61,10 +62,10 @@ class Sampler:
             scores: of the same step; not changed.
             stream: whose noise is drawn; see `noise`.
         """
-        logits = scores.logits[metadata.rows].float()  # a copy: the transforms work in place
+        logits = scores.logits.index_select(0, metadata.rows)
+        logits = logits.float()  # a copy in any case: the transforms work in place
         failures = self._edit_(logits, metadata)
-        token_ids = logits.argmax(-1)
-        best = logits.gather(-1, token_ids[:, None])[:, 0]
+        best, token_ids = logits.max(-1)
         for group in metadata.groups:
             real = group.rows[: group.num_rows]
             filtered = _filtered(logits[group.rows], group, metadata)
@@ -72,9 +73,10 @@ class Sampler:
             if stream != TARGET_STREAM:
                 salts = stream_salts(stream, metadata.window_starts[group.rows])
             noise = self._noise(metadata.seeds[group.rows], metadata.positions[group.rows], salts)
-            token_ids[real] = (filtered + noise).argmax(-1)[: group.num_rows]
+            values, found = (filtered + noise).max(-1)
+            token_ids[real] = found[: group.num_rows]
             logits[real] = filtered[: group.num_rows]
-            best[real] = filtered.amax(-1)[: group.num_rows]
+            best[real] = values[: group.num_rows]  # noise is finite, so -inf and NaN are still told from the rest
         # NaN is not above -inf either: a model that breaks down fails the request instead of choosing token 0.
         token_ids = torch.where(best > float("-inf"), token_ids, NO_TOKEN)
         return Sampled(token_ids=token_ids, logits=logits, failures=failures)

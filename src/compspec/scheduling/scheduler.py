@@ -170,6 +170,7 @@ class Scheduler:
             if finish_reason is None and error is not None:
                 finish_reason, request.error = FinishReason.ERROR, error
             request.append(kept)
+            num_kept = min(num_accepted, len(kept))
             kept_logprobs = None if reported is None else tuple(reported[: len(kept)])
             if kept_logprobs is not None and request.logprobs is not None:
                 request.logprobs += kept_logprobs
@@ -178,14 +179,21 @@ class Scheduler:
                 request.stats.num_steps += 1
                 request.stats.prefill_s = now - request.admitted_at
             else:
-                request.stats.count_step(num_drafts, min(num_accepted, len(kept)), len(kept))
+                request.stats.count_step(num_drafts, num_kept, len(kept))
                 request.stats.decode_s = now - request.first_token_at
             self._keep_prefix(request)
             request.finish_reason = finish_reason
             if finish_reason is not None:
                 self._retire(request)
             deltas.append(
-                TokenDelta(request=request, token_ids=tuple(kept), finish_reason=finish_reason, logprobs=kept_logprobs)
+                TokenDelta(
+                    request=request,
+                    token_ids=tuple(kept),
+                    finish_reason=finish_reason,
+                    logprobs=kept_logprobs,
+                    num_draft_tokens=num_drafts,
+                    num_accepted_tokens=num_kept,
+                )
             )
         return deltas
 
@@ -221,13 +229,18 @@ class Scheduler:
         while True:
             missing = self.pool.blocks_for(num_tokens) - len(request.block_ids)
             if missing <= self.pool.num_free:
-                request.block_ids = [*request.block_ids, *self.pool.allocate(max(0, missing))]
+                self._add_blocks(request, missing)
                 return True
             youngest = self.running[-1]
             if youngest is request:
                 return False
             self.preempt(youngest)
             preempted.append(youngest)
+
+    def _add_blocks(self, request: Request, count: int) -> None:
+        """In a new list, and only where there is something to add: whoever knows the old one knows its blocks."""
+        if count > 0:
+            request.block_ids = [*request.block_ids, *self.pool.allocate(count)]
 
     def _prompt_chunk(self, preempted: list[Request]) -> list[ScheduledRequest]:
         """The next chunk of the first request whose prompt is not computed; none if it has to wait for blocks."""
@@ -272,8 +285,8 @@ class Scheduler:
             missing = min(missing, max(0, self.pool.num_free - promised))
             blocks = len(request.block_ids) + missing
             drafts = min(drafts, blocks * self.pool.block_size - request.num_tokens)
-        request.block_ids = [*request.block_ids, *self.pool.allocate(max(0, missing))]
-        return replace(entry, max_draft_tokens=drafts)
+        self._add_blocks(request, missing)
+        return replace(entry, max_draft_tokens=drafts) if drafts else entry
 
     @staticmethod
     def _entry(request: Request, *, num_new_tokens: int, max_draft_tokens: int) -> ScheduledRequest:

@@ -1,4 +1,4 @@
-"""The CPU kernel inside models: patched in place, compiled, and in nested regions."""
+"""The CPU kernels inside models: patched in place, compiled, and in nested regions."""
 
 import copy
 from collections.abc import Iterator
@@ -11,6 +11,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from compspec.kernels import linear
+from compspec.kernels.packed import packs_bf16
+from compspec.kernels.packing import Format
+from compspec.models.linears import pack_linears, same_inputs
 
 
 @pytest.fixture(autouse=True)
@@ -60,25 +63,42 @@ def test_only_plain_bfloat16_layers(cache_dir: Path) -> None:
     assert torch.equal(plain(x), torch.ops.compspec.linear(x, plain.weight, plain.bias))
 
 
-def test_a_traced_model_agrees_with_the_unpatched_one(llama: LlamaForCausalLM, cache_dir: Path) -> None:
+@pytest.fixture(params=["rows", *(form.name.lower() for form in Format)])
+def patched(request: pytest.FixtureRequest, llama: LlamaForCausalLM, cache_dir: Path) -> LlamaForCausalLM:
+    """The model on each of the kernels."""
     model = copy.deepcopy(llama)
-    linear.use_linear_kernel(model, cache_dir)
-    tokens = torch.randint(0, 96, (2, 9), generator=torch.Generator().manual_seed(0))
-    expected = logits(llama, tokens)
-    torch.testing.assert_close(logits(model, tokens), expected, atol=0.02, rtol=0.02)
-    traced = torch.compile(model, fullgraph=True, dynamic=False, backend="aot_eager")
-    torch.testing.assert_close(logits(traced, tokens), expected, atol=0.02, rtol=0.02)
+    if request.param == "rows":
+        linear.use_linear_kernel(model, cache_dir)
+        return model
+    if not packs_bf16():
+        pytest.skip("needs a processor with bf16 instructions")
+    with same_inputs(model) as groups:
+        logits(model, some_tokens())
+    assert pack_linears(model, groups, Format[request.param.upper()]) == 2 * 7 + 1
+    return model
 
 
-def test_nested_regions(llama: LlamaForCausalLM, cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = copy.deepcopy(llama)
-    linear.use_linear_kernel(model, cache_dir)
-    tokens = torch.randint(0, 96, (2, 9), generator=torch.Generator().manual_seed(0))
-    expected = logits(llama, tokens)
+def some_tokens() -> Tensor:
+    return torch.randint(0, 96, (2, 9), generator=torch.Generator().manual_seed(0))
+
+
+def assert_close(found: Tensor, expected: Tensor, unpatched: Tensor) -> None:
+    torch.testing.assert_close(found, expected, atol=0.02, rtol=0.02)
+    assert (found - unpatched).float().norm() / unpatched.float().norm() < 0.2
+
+
+def test_a_traced_model_agrees_with_the_unpatched_one(llama: LlamaForCausalLM, patched: LlamaForCausalLM) -> None:
+    expected = logits(patched, some_tokens())
+    traced = torch.compile(patched, fullgraph=True, dynamic=False, backend="aot_eager")
+    assert_close(logits(traced, some_tokens()), expected, logits(llama, some_tokens()))
+
+
+def test_nested_regions(llama: LlamaForCausalLM, patched: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, unpatched = logits(patched, some_tokens()), logits(llama, some_tokens())
     region = torch.compiler.nested_compile_region(LlamaDecoderLayer.forward)
     monkeypatch.setattr(LlamaDecoderLayer, "forward", region)
-    traced = torch.compile(model, fullgraph=True, dynamic=False, backend="aot_eager")
-    torch.testing.assert_close(logits(traced, tokens), expected, atol=0.02, rtol=0.02)
+    traced = torch.compile(patched, fullgraph=True, dynamic=False, backend="aot_eager")
+    assert_close(logits(traced, some_tokens()), expected, unpatched)
 
 
 def test_generated_code_calls_the_kernel(cache_dir: Path) -> None:

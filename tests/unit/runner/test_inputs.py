@@ -132,6 +132,30 @@ def test_shapes_and_types_are_those_of_the_bucket_at_every_fill() -> None:
         }
 
 
+def test_a_table_is_written_again_only_where_it_is_another_or_reaches_further() -> None:
+    buffers, blocks = new_buffers(DECODE), [11, 12, 13]
+
+    def row(start: int, block_ids: list[int]) -> list[int]:
+        filled(buffers, [Query(token_ids=[7, 8], start=start, block_ids=block_ids)])
+        return buffers.block_table[0, :3].tolist()
+
+    assert row(2, blocks) == [11, SCRATCH_BLOCK, SCRATCH_BLOCK]
+    assert row(3, blocks) == [11, 12, SCRATCH_BLOCK]
+    buffers.block_table[0, 0] = 99
+    assert row(5, blocks) == [99, 12, SCRATCH_BLOCK], "a long table would be written at every step"
+    assert row(5, [11, 12, 13]) == [11, 12, SCRATCH_BLOCK]
+
+
+@pytest.mark.parametrize("bucket", [DECODE, PREFILL], ids=str)
+def test_nothing_is_left_of_a_fill_that_failed(bucket: Bucket) -> None:
+    buffers, blocks = new_buffers(bucket), [21, 22, 23]
+    good = Query(token_ids=[7, 8], start=5, block_ids=blocks)
+    filled(buffers, [good])
+    with pytest.raises(AssertionError):
+        filled(buffers, [Query(token_ids=[9], start=0, block_ids=[31]), Query(token_ids=[9], start=9, block_ids=[32])])
+    check(bucket, [good], filled(buffers, [good]))
+
+
 def test_the_tensors_of_every_fill_are_the_same_memory() -> None:
     """A CUDA graph reads from fixed addresses."""
     buffers = new_buffers(DECODE)

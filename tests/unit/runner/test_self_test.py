@@ -28,7 +28,11 @@ class FakeRunner:
         self.buckets = Buckets.of_target(config)
         self.num_blocks, self.block_size, self.max_blocks = 129, 16, 64
         self.adapter = SimpleNamespace(
-            vocab_size=VOCAB, device=torch.device("cpu"), max_model_len=1024, module=torch.nn.Module()
+            vocab_size=VOCAB,
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+            max_model_len=1024,
+            module=torch.nn.Module(),
         )
         self.adapter.layers = [SimpleNamespace(spec=SimpleNamespace(window=each)) for each in (0, window)]
         self._fault = fault

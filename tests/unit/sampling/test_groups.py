@@ -23,7 +23,7 @@ def sizes_of(num_plain: int, num_top_p: int, num_greedy: int, sizes: tuple[int, 
     seen = np.concatenate([rows for rows, _ in groups]) if groups else np.empty(0, dtype=np.int64)
     assert sorted(seen.tolist()) == np.flatnonzero(temperature > 0).tolist()
     for rows, size in groups:
-        assert size == GROUP_ROWS or not (top_p[rows] < 1).any(), "a row whose sampling rounds is in a wide group"
+        assert size == sizes[0] or not (top_p[rows] < 1).any(), "a row whose sampling rounds is in a wide group"
     return [(len(rows), size) for rows, size in groups]
 
 
@@ -45,10 +45,10 @@ def test_wide_groups_hold_full_loads_of_rows_that_do_not_round(
     assert sizes_of(*counts, BOTH) == expected
 
 
-def test_a_cpu_has_narrow_groups_alone() -> None:
-    assert group_sizes(torch.device("cpu")) == (GROUP_ROWS,)
-    assert group_sizes(torch.device("cuda", 0)) == BOTH
-    assert sizes_of(70, 3, 2, (GROUP_ROWS,)) == [(8, 8)] * 9 + [(1, 8)]
+def test_a_cpu_pads_no_group() -> None:
+    sizes = group_sizes(torch.device("cpu"))
+    assert (sizes, group_sizes(torch.device("cuda", 0))) == ((1, GROUP_ROWS), BOTH)
+    assert sizes_of(18, 3, 2, sizes) == [(8, 8)] * 2 + [(1, 1)] * 5
 
 
 def test_tokens_do_not_depend_on_the_size_of_groups() -> None:
@@ -57,14 +57,14 @@ def test_tokens_do_not_depend_on_the_size_of_groups() -> None:
     drafts = draft(*[[5, 6, 7, 8][: i % 5] for i in range(60)], k=4)
     logits = torch.randn(60, 5, VOCAB, generator=torch.Generator().manual_seed(1))
     found, widths = [], []
-    for sizes in ((GROUP_ROWS,), BOTH, (GROUP_ROWS, 16)):
+    for sizes in (group_sizes(torch.device("cpu")), BOTH, (GROUP_ROWS, 16)):
         state = MetadataState(60, VOCAB, torch.device("cpu"), max_model_len=64)
         state._group_sizes = sizes
         step = scores(logits)
         metadata = state.build(batch, drafts, step)
         widths.append({len(group.rows) for group in metadata.groups})
         found.append(Sampler(GumbelNoise(VOCAB, torch.device("cpu"))).sample(step, metadata))
-    assert widths == [{8}, {8, 64}, {8, 16}]
+    assert widths == [{1, 8}, {8, 64}, {8, 16}]
     for other in found[1:]:
         assert torch.equal(other.token_ids, found[0].token_ids)
         assert torch.equal(other.logits, found[0].logits)

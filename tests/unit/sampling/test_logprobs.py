@@ -104,9 +104,12 @@ def test_rows_are_reported_in_groups_of_one_shape(monkeypatch: pytest.MonkeyPatc
         return group(logits, chosen, num_top)
 
     monkeypatch.setattr(logprobs, "_group", spy)
-    for count in (1, GROUP_ROWS, GROUP_ROWS + 1):
-        token_logprobs(random_logits(3, count), range(count), [1] * count, [2] * count)
-    assert set(shapes) == {(GROUP_ROWS, VOCAB, GROUP_ROWS)}
+    for size in (1, GROUP_ROWS):
+        monkeypatch.setattr(logprobs, "group_sizes", lambda device, size=size: (size,))
+        shapes.clear()
+        for count in (1, GROUP_ROWS, GROUP_ROWS + 1):
+            token_logprobs(random_logits(3, count), range(count), [1] * count, [2] * count)
+        assert set(shapes) == {(size, VOCAB, size)}
 
 
 def test_neighbours_that_are_not_numbers_do_not_matter() -> None:

@@ -297,7 +297,9 @@ def test_state_bytes_counts_the_tensors_that_exist() -> None:
 )
 def test_flags_say_what_any_row_of_the_group_needs(params: dict, flags: tuple) -> None:
     plain, greedy = make_request(temperature=1.0), make_request(top_p=0.1, min_p=0.1, top_k=1)
-    metadata = build(new_state(), decode(greedy, plain, make_request(temperature=0.5, **params)))
+    state = new_state()
+    state._group_sizes = (GROUP_ROWS,)
+    metadata = build(state, decode(greedy, plain, make_request(temperature=0.5, **params)))
     (group,) = metadata.groups
     assert (group.max_top_k, group.any_top_p, group.any_min_p) == flags
 
@@ -314,20 +316,23 @@ filters = st.fixed_dictionaries(
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(filters, st.integers(0, 5)), min_size=1, max_size=8))
-def test_groups_have_one_shape_and_hold_the_rows_with_temperature_once(requests: list[tuple[dict, int]]) -> None:
+def test_groups_have_few_shapes_and_hold_the_rows_with_temperature_once(requests: list[tuple[dict, int]]) -> None:
     batch = decode(*[make_request(**params) for params, _ in requests])
-    metadata = build(new_state(8), batch, draft(*[[1] * count for _, count in requests]))
+    state = new_state(8)
+    state._group_sizes = (4, GROUP_ROWS)
+    metadata = build(state, batch, draft(*[[1] * count for _, count in requests]))
     held: list[int] = []
     for group in metadata.groups:
-        assert group.rows.shape == (GROUP_ROWS,)
-        rows, padding = group.rows.split([group.num_rows, GROUP_ROWS - group.num_rows])
+        size = len(group.rows)
+        assert size == 4 or (size == group.num_rows == GROUP_ROWS and not group.any_top_p)
+        rows, padding = group.rows.split([group.num_rows, size - group.num_rows])
         assert set(padding.tolist()) <= {rows[-1].item()}
         assert group.max_top_k == max(metadata.top_k[rows])
         assert group.any_top_p == bool((metadata.top_p[rows] < 1).any())
         assert group.any_min_p == bool((metadata.log_min_p[rows] > float("-inf")).any())
         held += rows.tolist()
     assert sorted(held) == metadata.temperature.nonzero().flatten().tolist()
-    assert len(metadata.groups) == -(-len(held) // GROUP_ROWS)
+    assert sum(len(group.rows) for group in metadata.groups) == -(-len(held) // 4) * 4
 
 
 @settings(max_examples=60, deadline=None)

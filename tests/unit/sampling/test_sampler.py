@@ -555,7 +555,7 @@ def test_rows_are_read_where_the_scores_have_them() -> None:
     assert found.token_ids.tolist() == [4, 5, 6]
 
 
-def test_noise_is_asked_for_in_calls_of_one_shape_with_the_targets_own_salt() -> None:
+def test_noise_is_asked_for_in_calls_of_the_shapes_that_exist_with_the_targets_own_salt() -> None:
     calls = []
 
     def spy(seeds: Tensor, positions: Tensor, salts: Tensor) -> Tensor:
@@ -564,7 +564,8 @@ def test_noise_is_asked_for_in_calls_of_one_shape_with_the_targets_own_salt() ->
 
     temperature = torch.tensor([1.0] * 5 + [0.0] * 5 + [1.0] * 5)
     Sampler(spy).sample(scores(torch.zeros(3, 5, 8)), make_metadata(15, temperature=temperature))
-    assert calls == [(GROUP_ROWS, GROUP_ROWS, [0] * GROUP_ROWS)] * 2
+    sizes = [GROUP_ROWS, 1, 1]
+    assert calls == [(size, size, [0] * size) for size in sizes]
 
 
 def sample_many(logits: Tensor, count: int, **changes: object) -> np.ndarray:

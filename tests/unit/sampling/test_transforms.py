@@ -176,6 +176,36 @@ def test_top_p_equals_transformers_on_each_row(seed: int, top_p: list[float]) ->
         assert same_bits(found[row], TopPLogitsWarper(p)(NO_IDS, logits[row][None])[0])
 
 
+def adversarial_rows(vocab_size: int) -> Tensor:
+    """Ties, both zeros, infinities, the smallest and the largest numbers, NaN of both signs; [9, V]."""
+    rows = random_logits(9, 9, vocab_size) * 3
+    rows[1] = rows[1].round()
+    rows[2] = rows[2].bfloat16().float()
+    rows[3, ::3], rows[3, 1::3] = 0.0, -0.0
+    rows[4, 1::2] = -INF
+    rows[5, ::2], rows[5, 1] = 1e-45, -1e-45
+    rows[6, 0], rows[6, -1], rows[6, 1] = 3.4e38, INF, -3.4e38
+    rows[7] = -INF
+    rows[8, 2], rows[8, 3] = float("nan"), -float("nan")
+    return rows
+
+
+@pytest.mark.parametrize("vocab_size", [5, 128, 1003, 49152])
+def test_both_ways_to_sort_give_the_same_order(vocab_size: int) -> None:
+    rows = adversarial_rows(vocab_size)[:-1]
+    (ordered, order), (host_ordered, host_order) = transforms._sort(rows), transforms._sort_on_host(rows)
+    assert torch.equal(host_order, order)
+    assert same_bits(host_ordered, ordered)
+
+
+@pytest.mark.parametrize("top_p", [1e-7, 0.1, 0.5, 0.95, 1 - 2**-24, 1.0])
+def test_top_p_keeps_the_same_bits_however_it_sorts(top_p: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = adversarial_rows(1003)
+    found = transforms.apply_top_p(rows, torch.full((len(rows),), top_p))
+    monkeypatch.setattr(transforms, "_sort_on_host", transforms._sort)
+    assert same_bits(found, transforms.apply_top_p(rows, torch.full((len(rows),), top_p)))
+
+
 @pytest.mark.parametrize(("top_p", "kept"), [(0.5, 4), (0.51, 5), (1e-9, 1), (0.99, 8)])
 def test_top_p_takes_equal_tokens_in_the_order_of_their_ids(top_p: float, kept: int) -> None:
     found = transforms.apply_top_p(torch.zeros(1, 8), floats(top_p)).isfinite().flatten()

@@ -631,7 +631,8 @@ def test_a_stop_at_any_place_of_the_window_ends_the_output_there(
     assert told.token_ids == shown, "told of what comes after the end, or not of all before"
     assert delta.logprobs == tuple(reported(window[: at + 1], 1)) == tuple(request.logprobs)
     # What the cut dropped was not delivered, so it was not accepted; the stop itself may have been a draft.
-    assert request.stats.num_accepted_tokens == min(at + 1, 3)
+    assert request.stats.num_accepted_tokens == delta.num_accepted_tokens == min(at + 1, 3)
+    assert delta.num_draft_tokens == 3
     assert request.stats.num_decode_tokens == at + 1
 
 
@@ -1200,3 +1201,18 @@ def test_rejected_drafts_are_never_found() -> None:
         scheduler.schedule()
         assert other.num_computed_tokens == found
         scheduler.abort(other)
+
+
+def test_a_list_of_blocks_is_never_changed_and_replaced_only_where_it_grows() -> None:
+    """So whoever has written it into a block table need not look at it again."""
+    scheduler, request = make_scheduler(block_size=4, k=2), make_request(range(3, 8), max_tokens=20)
+    scheduler.add(request)
+    seen: list[tuple[list[int], list[int]]] = []
+    while (batch := scheduler.schedule()) is not None:
+        if not seen or seen[-1][0] is not request.block_ids:
+            seen.append((request.block_ids, list(request.block_ids)))
+        scheduler.update(batch, step_output([9]))
+    assert all(blocks == as_it_was for blocks, as_it_was in seen)
+    sizes = [len(blocks) for blocks, _ in seen]
+    assert sizes == sorted(set(sizes))
+    assert len(sizes) > 3
