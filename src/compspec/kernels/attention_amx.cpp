@@ -393,7 +393,8 @@ class Worker {
     for (int tile = 0; tile < 8; ++tile) config.row_bytes[tile] = LINE, config.rows[tile] = TILE;
     config.rows[0] = config.rows[1] = config.rows[4] = static_cast<std::uint8_t>(first);
     config.rows[2] = config.rows[3] = config.rows[5] = static_cast<std::uint8_t>(std::max(second, 1));
-    _tile_loadconfig(&config);
+    // GCC's own intrinsic says that it reads 8 bytes, and the stores of others may be left out.
+    asm volatile("ldtilecfg %0" ::"m"(config));
   }
 
   // out[rows, 2 tiles] = sum over `count` products of a, stepping STEP, and the pairs of tiles of b.

@@ -23,7 +23,9 @@ from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
 from compspec.batch import Bucket
 from compspec.cache import chosen_inductor_folder
 from compspec.errors import UnsupportedError
+from compspec.kernels.noise import noise_kernel
 from compspec.runner.passes import ShareProducts
+from compspec.sampling.noise import GumbelNoise
 from compspec.sampling.sampler import NoiseFunction
 
 logger = logging.getLogger(__name__)
@@ -162,8 +164,11 @@ def _guards_of(step: StepFunction) -> Callable[[Sequence[Any]], list[bool]]:
     return lambda guards: [guard.name in arguments for guard in guards]
 
 
-def compile_noise(noise: NoiseFunction, mode: str) -> NoiseFunction:
-    """Fuses the noise generator into one kernel; its bits are those of the eager one."""
+def compile_noise(noise: GumbelNoise, mode: str) -> NoiseFunction:
+    """One kernel for the noise generator: compspec's own on CPUs, else Inductor's; bits are those of the eager one."""
+    kernel = noise_kernel(noise)
+    if kernel is not None:
+        return kernel
     if mode == "none":
         return noise
     compiled: NoiseFunction = torch.compile(noise, fullgraph=True, dynamic=False)

@@ -30,7 +30,7 @@ def _log(value: float) -> float:
     return float(decimal.Context(prec=40).ln(decimal.Decimal(value)))
 
 
-_LOG_2 = _log(2.0)
+LOG_2 = _log(2.0)
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
@@ -99,15 +99,19 @@ class GumbelNoise:
     Args:
         vocab_size: V.
         device: where the noise is made.
+
+    Attributes:
+        inverse_table, log_table: [2 ** 7] float64, what the logarithm reads.
     """
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self.vocab_size = vocab_size
+        self.device = device
         num_groups = -(-vocab_size // 4)
         self._token_group = torch.arange(num_groups, dtype=torch.int64, device=device)
         inverses = [2.0 / (2.0 + (2 * index + 1) / (1 << _LOG_TABLE_BITS)) for index in range(1 << _LOG_TABLE_BITS)]
-        self._inverse = torch.tensor(inverses, dtype=torch.float64, device=device)
-        self._log = torch.tensor([-_log(value) for value in inverses], dtype=torch.float64, device=device)
+        self.inverse_table = torch.tensor(inverses, dtype=torch.float64, device=device)
+        self.log_table = torch.tensor([-_log(value) for value in inverses], dtype=torch.float64, device=device)
         self._one = None if device.type == "cpu" else torch.ones((), dtype=torch.float64, device=device)
 
     def __call__(self, seeds: Tensor, positions: Tensor, salts: Tensor) -> Tensor:
@@ -124,7 +128,7 @@ class GumbelNoise:
         words = philox(*_counter_and_key(self._token_group, seeds[:, None], positions[:, None], salts[:, None]))
         uniform = torch.stack(words, dim=-1).flatten(-2)[:, : self.vocab_size]
         # u = (2 r + 1) / 2**33 lies strictly inside (0, 1).
-        exponential = 33.0 * _LOG_2 - self._logarithm((2 * uniform + 1).to(torch.float64))
+        exponential = 33.0 * LOG_2 - self._logarithm((2 * uniform + 1).to(torch.float64))
         return -self._logarithm(exponential).to(torch.float32)
 
     def _logarithm(self, x: Tensor) -> Tensor:
@@ -135,9 +139,9 @@ class GumbelNoise:
         mantissa = ((bits & _MANTISSA_MASK) | _ONE_BITS).view(torch.float64)
         # mantissa = (1 + r) / inverse with |r| <= 2**-8: the series of log(1 + r) ends after six terms.
         times = self._times
-        r = times(mantissa, self._inverse[index]) - 1.0
+        r = times(mantissa, self.inverse_table[index]) - 1.0
         series = times(r, 1.0 - times(r, 1 / 2 - times(r, 1 / 3 - times(r, 1 / 4 - times(r, 1 / 5 - times(r, 1 / 6))))))
-        return times(exponent, _LOG_2) + (self._log[index] + series)
+        return times(exponent, LOG_2) + (self.log_table[index] + series)
 
     def _times(self, a: Tensor, b: Tensor | float) -> Tensor:
         """The product, rounded before anything is added to it.

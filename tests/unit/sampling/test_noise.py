@@ -1,6 +1,7 @@
 """Noise: the published generator, the right distribution, a pure function of what it is for, in independent streams."""
 
 import math
+import sys
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from compspec.kernels import noise as kernels
 from compspec.runner import compiled
 from compspec.sampling import noise
 from compspec.sampling.noise import (
@@ -24,6 +26,7 @@ from compspec.sampling.noise import (
     stream_salts,
     uniform,
 )
+from compspec.sampling.sampler import NoiseFunction
 from tests.unit.fakes import same_bits
 
 CPU = torch.device("cpu")
@@ -61,10 +64,29 @@ def reference_words(seed: int, position: int, salt: int, vocab_size: int) -> np.
     return np.array(words, dtype=np.float64).reshape(-1)[:vocab_size]
 
 
+def make_noise(vocab_size: int) -> NoiseFunction:
+    """What `draw` and `uniform_rows` draw from; see `each_noise`."""
+    return GumbelNoise(vocab_size, CPU)
+
+
+@pytest.fixture(params=["torch", "kernel"])
+def each_noise(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs a test on the noise in torch and on the kernel."""
+    if request.param == "kernel":
+        if kernels.noise_kernel(GumbelNoise(1, CPU)) is None:
+            pytest.skip("there is no C++ compiler here")
+        monkeypatch.setattr(
+            sys.modules[__name__], "make_noise", lambda vocab_size: kernels.noise_kernel(GumbelNoise(vocab_size, CPU))
+        )
+
+
+on_each_noise = pytest.mark.usefixtures("each_noise")
+
+
 def draw(vocab_size: int, seeds: list[int], positions: list[int], salts: list[int] | None = None) -> Tensor:
     """Noise of rows; the target's own where no salts are given."""
     salts = [0] * len(seeds) if salts is None else salts
-    return GumbelNoise(vocab_size, CPU)(torch.tensor(seeds), torch.tensor(positions), torch.tensor(salts))
+    return make_noise(vocab_size)(torch.tensor(seeds), torch.tensor(positions), torch.tensor(salts))
 
 
 def uniforms(gumbel: Tensor) -> np.ndarray:
@@ -90,6 +112,7 @@ ROWS = [
 ]
 
 
+@on_each_noise
 @pytest.mark.parametrize(("seed", "position", "salt"), ROWS)
 def test_noise_is_the_gumbel_transform_of_philox_words(seed: int, position: int, salt: int) -> None:
     vocab_size = 203
@@ -123,6 +146,7 @@ FROZEN = [
 ]
 
 
+@on_each_noise
 @pytest.mark.parametrize(("seed", "position", "values"), FROZEN)
 def test_the_targets_own_noise_has_the_bits_it_always_had(seed: int, position: int, values: list[float]) -> None:
     """Reports, caches and other releases hold outputs that were sampled with them."""
@@ -157,6 +181,7 @@ def test_uniform_numbers_are_inside_the_open_interval(word: int, monkeypatch: py
     assert 0.0 < found < 1.0
 
 
+@on_each_noise
 def test_noise_is_uniform_after_the_inverse_transform() -> None:
     sample = np.sort(uniforms(draw(1000, list(range(60)), [17] * 60)).ravel())
     steps = np.arange(1, len(sample) + 1) / len(sample)
@@ -165,6 +190,7 @@ def test_noise_is_uniform_after_the_inverse_transform() -> None:
     assert sample.var() == pytest.approx(1 / 12, rel=0.01)
 
 
+@on_each_noise
 @pytest.mark.parametrize("what", ["position", "seed", "high half of the seed", "token id", "seed against position"])
 def test_neighbours_are_not_correlated(what: str) -> None:
     vocab_size, count = 500, 100
@@ -199,7 +225,7 @@ def uniform_rows(stream: int, count: int, *, window: int = 40) -> np.ndarray:
     """The uniform numbers of the first four tokens of many positions of one window, one seed per row."""
     seeds, positions = torch.arange(count), torch.arange(count) % 8 + window
     salts = salted(stream, torch.full((count,), window))
-    return uniforms(GumbelNoise(4, CPU)(seeds, positions, salts)).ravel()
+    return uniforms(make_noise(4)(seeds, positions, salts)).ravel()
 
 
 def dependence(a: np.ndarray, b: np.ndarray, cells: int = 8) -> float:
@@ -220,6 +246,7 @@ def test_the_test_of_independence_sees_a_dependence() -> None:
     assert not independent(a, np.abs(a - 0.5) + b / 2)  # of no correlation
 
 
+@on_each_noise
 @pytest.mark.parametrize("a", [TARGET_STREAM, *STREAMS])
 @pytest.mark.parametrize("b", [TARGET_STREAM, *STREAMS])
 def test_streams_are_independent(a: int, b: int) -> None:
@@ -281,6 +308,7 @@ def test_samples_of_a_request_are_independent() -> None:
     assert independent(first, second) and independent(second, third)
 
 
+@on_each_noise
 def test_every_bit_of_seed_position_and_salt_matters() -> None:
     rows = [(1 << bit, 0, 0) for bit in range(63)] + [(0, 1 << bit, 0) for bit in range(32)]
     rows += [(0, 0, 1 << bit) for bit in range(34)]
@@ -288,6 +316,7 @@ def test_every_bit_of_seed_position_and_salt_matters() -> None:
     assert len({tuple(row) for row in found.tolist()}) == len(rows) + 1
 
 
+@on_each_noise
 @pytest.mark.parametrize("vocab_size", [1, 3, 4, 257])
 def test_bits_do_not_depend_on_the_number_or_the_place_of_rows(vocab_size: int) -> None:
     rows = [3, 2**40, 3, 0, 11], [0, 5, 9, 1, 2**20], [0, 0, 1 << 32, (2 << 32) + 1, 5]
@@ -298,11 +327,13 @@ def test_bits_do_not_depend_on_the_number_or_the_place_of_rows(vocab_size: int) 
     assert same_bits(draw(vocab_size, *[each[::-1] for each in rows]), together.flip(0))
 
 
+@on_each_noise
 def test_bits_of_a_token_do_not_depend_on_the_size_of_the_vocabulary() -> None:
     assert same_bits(draw(1001, [9], [4])[:, :130], draw(130, [9], [4]))
 
 
-def test_compiled_noise_has_the_bits_of_eager_noise() -> None:
+def test_noise_that_inductor_compiles_has_the_bits_of_eager_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "noise_kernel", lambda noise: None)
     eager = GumbelNoise(37, CPU)
     fused = compiled.compile_noise(eager, "default")
     generator = torch.Generator().manual_seed(0)
