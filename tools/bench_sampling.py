@@ -21,6 +21,7 @@ from rich.table import Table
 
 from compspec.batch import Batch, DraftTokens, ScheduledRequest, Scores, StepOutput
 from compspec.request import Request
+from compspec.runner.compiled import compile_noise
 from compspec.sampling.metadata import MetadataState
 from compspec.sampling.noise import GumbelNoise
 from compspec.sampling.params import SamplingParams
@@ -93,7 +94,7 @@ def make_step(
     generator = torch.Generator().manual_seed(0)
     length = args.prompt + args.output
     state = MetadataState(batch_size, vocab_size, device, max_model_len=length + 10_000)
-    noise = torch.compile(GumbelNoise(vocab_size, device), fullgraph=True, dynamic=False)
+    noise = compile_noise(GumbelNoise(vocab_size, device), "default")
     sampler, verifier = Sampler(noise), EqualityVerifier()
     entries, drafts = [], []
     for slot in range(batch_size):

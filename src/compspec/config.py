@@ -41,9 +41,10 @@ class ModelSection(Section):
     )
     quantization: Literal["none", "int8", "int4"] = Field(
         "none",
-        description="weights of linear layers in 8 or 4 bits, in groups of 32 with a scale of their own, multiplied by "
-        "activations in 8 bits; the output embedding has 8. A GGUF file's Q8_0, Q4_0 and Q4_1 blocks are taken over "
-        "as they are. The model is another one then; speculation still never changes what it says",
+        description="weights of linear layers in 8 or 4 bits; the output embedding has 8. On CPU in groups of 32 with "
+        "a scale of their own, multiplied by activations in 8 bits; a GGUF file's Q8_0, Q4_0 and Q4_1 blocks are "
+        "taken over as they are. On CUDA by torchao (pip install 'compspec[quant]'), rounded anew. The model is "
+        "another one then; speculation still never changes what it says",
     )
 
 

@@ -79,10 +79,10 @@ def use_kernels(
     device: torch.device,
     known: KnownWeights = KnownWeights(),
 ) -> str:
-    """Puts the linear layers of a model on compspec's kernels where the configuration and the machine want it.
+    """Puts the linear layers of a model on other kernels where the configuration and the machine want it.
 
     Args:
-        module, groups, known: as in `pack_linears`.
+        module, groups, known: as in `pack_linears`; `known` is for CPUs.
         section: says what is wanted.
         dtype, device: of the model.
 
@@ -133,9 +133,7 @@ def _quantised_layers(module: nn.Module, groups: Iterable[Sequence[str]]) -> lis
     names = dict.fromkeys(name for group in groups for name in group)
     layers = {name: module.get_submodule(name) for name in names}
     return [
-        name
-        for name, layer in layers.items()
-        if type(layer) is nn.Linear and layer.out_features >= _FEWEST_QUANTISED
+        name for name, layer in layers.items() if type(layer) is nn.Linear and layer.out_features >= _FEWEST_QUANTISED
     ]
 
 

@@ -82,7 +82,7 @@ def load_model(section: ModelSection, cache_path: Path) -> LoadedModel:
     freeze_rope(module)
     check = check_model(module, dtype, device)
     known = KnownWeights()
-    if section.quantization != "none":
+    if section.quantization != "none" and device.type == "cpu":
         source = str(files.gguf and files.gguf.resolve())
         known = KnownWeights(
             find_blocks=GgufBlocks(files.gguf).find if files.gguf is not None else None,

@@ -1,5 +1,7 @@
 """Weights of 8 and 4 bits on CUDA: torchao quantises them and multiplies."""
 
+import importlib.metadata
+import re
 from collections.abc import Collection
 from typing import Any
 
@@ -8,6 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from compspec.errors import ConfigError
+
+# Older ones round int8 coarsely, or know other settings.
+OLDEST_VERSION = (0, 16)
 
 GROUP = 32
 """Weights of a row that share a scale in int4; in int8 a whole row does."""
@@ -21,27 +26,30 @@ class TorchaoLinear(nn.Linear):
 
     Args:
         layer: one that `torchao.quantization.quantize_` has changed.
+        whole: multiply with the whole weight in the type of the model, made anew each time. Of torchao's own product
+            in int8 Inductor makes `_weight_int8pack_mm`, which on CUDA does without tensor cores (torch 2.13).
     """
 
-    def __init__(self, layer: nn.Linear) -> None:
+    def __init__(self, layer: nn.Linear, *, whole: bool) -> None:
         nn.Module.__init__(self)  # nn.Linear's own would make a weight
         self.in_features, self.out_features, self.bias = layer.in_features, layer.out_features, layer.bias
-        whole: Any = layer.weight
-        self._kind = type(whole)
-        self._parts, self._context = whole.__tensor_flatten__()
+        weight: Any = layer.weight
+        self._kind = type(weight)
+        self._parts, self._context = weight.__tensor_flatten__()
         for name in self._parts:
-            self.register_buffer(name, getattr(whole, name))
+            self.register_buffer(name, getattr(weight, name))
+        self._whole = whole
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
         """[out_features, in_features] of torchao's type."""
         parts = {name: getattr(self, name) for name in self._parts}
-        whole: Tensor = self._kind.__tensor_unflatten__(parts, self._context, None, None)
-        return whole
+        weight: Tensor = self._kind.__tensor_unflatten__(parts, self._context, None, None)
+        return weight
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_features] -> [..., out_features], in the type of `x`."""
-        return F.linear(x, self.weight, self.bias)
+        return F.linear(x, self.weight.dequantize() if self._whole else self.weight, self.bias)
 
 
 @torch.no_grad()
@@ -60,28 +68,37 @@ def quantise_by_torchao(module: nn.Module, names: Collection[str], quantization:
         ConfigError: torchao is missing, or does not fit the model or the GPU.
     """
     wanted = f"model.quantization is '{quantization}'"
-    try:
-        import torchao
-        from torchao.quantization import Int4WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
-    except ImportError as error:
-        raise ConfigError(f'{wanted}, which on CUDA needs torchao (pip install "compspec[quant]"): {error}') from None
+    version = _version(wanted)
+    from torchao.quantization import Int4WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
+
+    # With its own settings of Inductor torchao would have kernels chosen by timing, in the whole process.
+    int8 = Int8WeightOnlyConfig(version=2, set_inductor_config=False)
+    # The packing whose kernel torch itself has.
+    int4 = Int4WeightOnlyConfig(group_size=GROUP, int4_packing_format="tile_packed_to_4d", set_inductor_config=False)
     any_module: Any = module
     head = any_module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else None
-    in_int4 = {name for name in names if quantization == "int4" and module.get_submodule(name) is not head}
-    for name in sorted(in_int4):
-        _check_int4(name, module.get_submodule(name).weight, wanted)
-    # torchao would else have Inductor choose kernels by timing them, in the whole process.
-    int8 = Int8WeightOnlyConfig(version=2, set_inductor_config=False)
-    # The packing of the kernel that torch itself has.
-    int4 = Int4WeightOnlyConfig(group_size=GROUP, int4_packing_format="tile_packed_to_4d", set_inductor_config=False)
-    for name in names:
-        layer = module.get_submodule(name)
-        assert isinstance(layer, nn.Linear)
+    layers: dict[str, Any] = {name: module.get_submodule(name) for name in names}
+    in_int4 = [name for name, layer in layers.items() if quantization == "int4" and layer is not head]
+    for name in in_int4:
+        _check_int4(name, layers[name].weight, wanted)
+    for name, layer in layers.items():
         quantize_(layer, int4 if name in in_int4 else int8)
         parent, _, own = name.rpartition(".")
-        setattr(module.get_submodule(parent), own, TorchaoLinear(layer).eval())
+        setattr(module.get_submodule(parent), own, TorchaoLinear(layer, whole=name not in in_int4).eval())
     torch.cuda.empty_cache()  # what the weights took is free for the KV cache
-    return f"{quantization}:torchao-{torchao.__version__}"
+    return f"{quantization}:torchao-{version}"
+
+
+def _version(wanted: str) -> str:
+    needed = f"{wanted}, which on CUDA needs torchao {'.'.join(map(str, OLDEST_VERSION))} or newer"
+    install = 'pip install "compspec[quant]"'
+    try:
+        version = importlib.metadata.version("torchao")
+    except importlib.metadata.PackageNotFoundError:
+        raise ConfigError(f"{needed}: {install}") from None
+    if tuple(map(int, re.findall(r"\d+", version)[:2])) < OLDEST_VERSION:
+        raise ConfigError(f"{needed}, not {version}: {install}")
+    return version
 
 
 def _check_int4(name: str, weight: Tensor, wanted: str) -> None:

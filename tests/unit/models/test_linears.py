@@ -305,7 +305,8 @@ def section(**options: Any) -> ModelSection:
 @pytest.mark.parametrize(
     ("options", "dtype", "device", "message"),
     [
-        ({"quantization": "int8"}, torch.bfloat16, "cuda", r"'int8', which is for CPUs; the model is on cuda"),
+        ({"quantization": "int8", "cpu_linear": "kernel"}, torch.bfloat16, "cuda", "torchao does on cuda.* is for cpu"),
+        ({"quantization": "int8"}, torch.float16, "cuda", r"'int8', which computes in bfloat16 or float32.*float16"),
         ({"quantization": "int4"}, torch.float16, "cpu", r"'int4', which computes in bfloat16 or float32.*float16"),
         ({"quantization": "int4", "cpu_linear": "native"}, torch.bfloat16, "cpu", "cpu_linear: native leaves them out"),
         ({"cpu_linear": "kernel"}, torch.float32, "cpu", "'kernel', which is for bfloat16 on cpu.*float32"),
