@@ -189,6 +189,8 @@ class CpuBackend(StatelessBackend):
             softcap,
         )
         if recorder is not None:
+            for tensor in (q, k_cache, v_cache, block_table, seq_lens, query_positions, out):
+                recorder.pointer(tensor)
             kernel.record(recorder, arguments)
         if kernel.function(*arguments, torch.get_num_threads()):
             raise MemoryError("no memory for the scratch of compspec::paged_attention")

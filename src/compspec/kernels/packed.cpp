@@ -210,9 +210,14 @@ void multiply_rows(const Row* rows, const std::uint8_t* block, i64 groups, float
 }
 #else
 INLINE float widen_half(const std::uint8_t* p) {
-  _Float16 x;
-  std::memcpy(&x, p, 2);
-  return float(x);
+  fp16 half;
+  std::memcpy(&half, p, 2);
+  // Exponent and mantissa in a float's places are too small by 2^112, also where they are subnormal.
+  const std::uint32_t rest = half & 0x7FFF, bits = rest << 13;
+  float x;
+  std::memcpy(&x, &bits, 4);
+  x = rest >= 0x7C00 ? x * INFINITY : x * 0x1p112f;
+  return half & 0x8000 ? -x : x;
 }
 
 template <int FORMAT, int ROWS>

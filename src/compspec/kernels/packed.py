@@ -106,17 +106,17 @@ class _Kernel:
         recorder.in_team(
             address_of(getattr(self._library, _TEAM_SYMBOLS[x.dtype])),
             _Recorded(
-                x.data_ptr(),
+                recorder.pointer(x),
                 in_features,
                 rows,
                 groups,
-                packed.data_ptr(),
-                None if bias is None else bias.data_ptr(),
-                out.data_ptr(),
+                recorder.pointer(packed),
+                None if bias is None else recorder.pointer(bias),
+                recorder.pointer(out),
                 out.shape[-1],
                 form,
                 self.path,
-                memory.data_ptr(),
+                recorder.pointer(memory),
             ),
         )
 

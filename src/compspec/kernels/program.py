@@ -8,7 +8,7 @@ While a `Recorder` is at work, compspec's own operators tell it what they call, 
 
 import ctypes
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -45,16 +45,25 @@ class Program:
     Args:
         calls: in order.
         keep: whatever holds the memory that they work on, and their code.
+        memory: what they write before they read it, results included; bytes.
         together: whether one team of threads goes through all of them; else each makes its own.
     """
 
-    def __init__(self, calls: Sequence[tuple[int, int, int]], keep: Sequence[object], *, together: bool) -> None:
+    def __init__(
+        self,
+        calls: Sequence[tuple[int, int, int]],
+        keep: Sequence[object],
+        memory: Sequence[Tensor],
+        *,
+        together: bool,
+    ) -> None:
         function = _run()
         assert function is not None
         self._function = function
         self._calls = (_Call * len(calls))(*(_Call(*call) for call in calls))
         self._address = ctypes.addressof(self._calls)
         self._keep = tuple(keep)
+        self._memory = tuple(memory)
         self._together = int(together)
 
     def run(self) -> None:
@@ -66,13 +75,29 @@ class Program:
         if self._function(self._address, len(self._calls), torch.get_num_threads(), self._together):
             raise RuntimeError("a kernel of a recorded forward failed")
 
+    def forget(self) -> None:
+        """Fills memory with what is no number, so that a result that nobody computes anew is noticed."""
+        for piece in self._memory:
+            piece.fill_(255)
+
+
+class NotRecordable(Exception):  # noqa: N818  (a reason, no error)
+    """Why there is no program."""
+
 
 class Recorder:
-    """Collects the calls of one forward, and owns the memory between them."""
+    """Collects the calls of one forward, and owns the memory between them.
 
-    def __init__(self) -> None:
+    Args:
+        known: other memory that calls may work on, and that stays where it is: inputs, weights, the KV cache.
+    """
+
+    def __init__(self, known: Iterable[Tensor]) -> None:
+        known = list(known)
+        self._known = {_storage(tensor) for tensor in known}
         self.calls: list[tuple[int, int, int]] = []
-        self._keep: list[object] = []
+        self._keep: list[object] = [*known]
+        self.num_team_calls = 0
         self._free: dict[int, list[Tensor]] = {}
         self._idle_uses = 0  # what `_uses` says of memory that no tensor but the piece itself has
 
@@ -80,6 +105,16 @@ class Recorder:
     def is_available() -> bool:
         """Whether programs can run here: there is a C++ compiler."""
         return _run() is not None
+
+    def pointer(self, tensor: Tensor) -> int:
+        """Where a tensor's values are.
+
+        Raises:
+            NotRecordable: nobody vouches for that memory.
+        """
+        if _storage(tensor) not in self._known:
+            raise NotRecordable("it works on memory of an unknown owner")
+        return tensor.data_ptr()
 
     def alone(self, function: int, pointers: Sequence[int], owner: object) -> None:
         """A function that one thread calls with pointers.
@@ -95,6 +130,7 @@ class Recorder:
     def in_team(self, function: int, arguments: ctypes.Structure) -> None:
         """A function that all threads call: a `TeamFunction` of team.h."""
         self._keep.append(arguments)
+        self.num_team_calls += 1
         self.calls.append((_TEAM, function, ctypes.addressof(arguments)))
 
     def empty(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -107,8 +143,9 @@ class Recorder:
         pieces = self._free.setdefault(num_bytes, [])
         piece = next((one for one in pieces if _uses(one) == self._idle_uses), None)
         if piece is None:
-            piece = torch.empty(num_bytes, dtype=torch.uint8)
+            piece = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
             self._idle_uses = _uses(piece)
+            self._known.add(_storage(piece))
             pieces.append(piece)
         return piece.view(dtype).as_strided(tuple(size), tuple(stride))
 
@@ -121,7 +158,13 @@ class Recorder:
 
     def program(self, *, together: bool) -> Program:
         """What was recorded."""
-        return Program(self.calls, [*self._keep, self._free], together=together)
+        memory = [piece for pieces in self._free.values() for piece in pieces]
+        return Program(self.calls, self._keep, memory, together=together)
+
+
+def _storage(tensor: Tensor) -> int:
+    """Names the memory that a tensor is a part of."""
+    return tensor.untyped_storage().data_ptr()
 
 
 def _uses(piece: Tensor) -> int:

@@ -240,5 +240,5 @@ def _replace(module: nn.Module, members: Sequence[tuple[str, nn.Linear, Tensor]]
 def _padded_bias(layer: nn.Linear, width: int) -> Tensor:
     """[width] float32, zeros where there is no bias."""
     if layer.bias is None:
-        return torch.zeros(width)
+        return torch.zeros(width, device=layer.weight.device)
     return F.pad(layer.bias.float(), (0, width - layer.out_features))

@@ -89,7 +89,7 @@ def load_model(section: ModelSection, cache_path: Path) -> LoadedModel:
             store=PackedStore(
                 cache_path / "packed",
                 f"{Path(files.gguf or folder).stem}-{section.quantization}",
-                [section.quantization, str(dtype), source, *headers],
+                [section.quantization, str(dtype), source, config.to_json_string(), transformers.__version__, *headers],
             ),
         )
     linear = use_kernels(module, check.same_inputs, section, dtype, device, known)

@@ -13,13 +13,13 @@ from compspec.attention.backend import AttentionSetup, in_force
 from compspec.batch import Bucket
 from compspec.config import EngineConfig
 from compspec.errors import CapacityError, UnsupportedError, one_line
-from compspec.kernels.program import Program
+from compspec.kernels.program import NotRecordable, Program
 from compspec.models.adapter import ModelAdapter
 from compspec.runner import compiled, graphs, kv_cache
 from compspec.runner.buckets import Buckets
 from compspec.runner.compile_check import check_compiled
 from compspec.runner.inputs import InputBuffers, Query
-from compspec.runner.recording import NotRecordable, record
+from compspec.runner.recording import record
 
 logger = logging.getLogger(__name__)
 
@@ -192,24 +192,32 @@ class ModelRunner:
 
     def _record(self, bucket: Bucket) -> None:
         """Makes a program of a bucket's step, if it can be one, and sees that it computes the same."""
+        first, second = self._probe(bucket, 1), self._probe(bucket, 2)
+        wanted = self._call(bucket, second).clone()
         buffers = self._buffers[bucket]
-        rows = min(bucket.query_len, (self.num_blocks - 1) * self.block_size, self._max_model_len)
-        tokens = [token % self.adapter.vocab_size for token in range(rows)]
-        probe = Query(token_ids=tokens, start=0, block_ids=list(range(1, self.num_blocks)))
-        inputs = buffers.fill([probe] * bucket.num_requests)
+        inputs = buffers.fill(first)
         plan = self.attention.plan(bucket, buffers.block_table, buffers.starts)
         try:
             with in_force(plan):
-                program, logits = record(self._steps[bucket], inputs, together=bucket.num_tokens <= compiled.FEW_ROWS)
+                module, together = self.adapter.module, bucket.num_tokens <= compiled.FEW_ROWS
+                known = [*module.parameters(), *module.buffers()]
+                program, logits = record(self._steps[bucket], inputs, known, together=together)
         except NotRecordable as reason:
             logger.info("%s does not run as one program: %s", bucket, reason)
             return
-        compiled_logits = logits.clone()
+        program.forget()
+        buffers.fill(second)
         program.run()
-        if not torch.equal(logits, compiled_logits):
+        if not torch.equal(logits.view(wanted.shape), wanted):
             logger.warning("%s does not run as one program: the program computes something else", bucket)
             return
         self._programs[bucket] = program, logits
+
+    def _probe(self, bucket: Bucket, factor: int) -> list[Query]:
+        """As many rows as there can be, of other tokens for another factor."""
+        rows = min(bucket.query_len, (self.num_blocks - 1) * self.block_size, self._max_model_len)
+        tokens = [factor * token % self.adapter.vocab_size for token in range(rows)]
+        return [Query(token_ids=tokens, start=0, block_ids=list(range(1, self.num_blocks)))] * bucket.num_requests
 
     @torch.no_grad()
     def run(self, bucket: Bucket, queries: Sequence[Query]) -> Tensor:
@@ -221,7 +229,8 @@ class ModelRunner:
 
         Returns:
             logits [R, Q, V] of a decode bucket, [R, 1, V] (each request's last row) of a prefill bucket, in
-            the model's dtype. Rows and requests beyond `queries` hold junk. Valid until the next run.
+            the model's dtype. Rows and requests beyond `queries` hold junk. Valid until the next run: it may be the
+            same memory.
         """
         self.num_eager_runs += self._mode == "none"
         before = graphs.graph_counts() if self.uses_graphs else graphs.GraphCounts()
@@ -242,6 +251,8 @@ class ModelRunner:
         buffers = self._buffers[bucket]
         inputs = buffers.fill(queries)
         plan = self.attention.plan(bucket, buffers.block_table, buffers.starts)
+        if self.adapter.layers[0].module.compspec_k_cache is not self.k_caches[0]:
+            self.adapter.set_kv_buffers(self.k_caches, self.v_caches)  # another engine of the same model has run
         if self.uses_graphs:
             self._begin_step()
         with in_force(plan):

@@ -7,7 +7,8 @@ program, and the forward runs as before.
 """
 
 import ctypes
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import BuiltinFunctionType, ModuleType
 from typing import Any
@@ -16,7 +17,16 @@ from torch import Tensor
 from torch._inductor.codecache import PyCodeCache
 from torch.autograd.profiler_legacy import profile
 
-from compspec.kernels.program import MOST_ARGUMENTS, Program, Recorder, recording
+from compspec.errors import one_line
+from compspec.kernels.program import (
+    MOST_ARGUMENTS,
+    NotRecordable,
+    Program,
+    Recorder,
+    active_recorder,
+    address_of,
+    recording,
+)
 
 # What may be called besides kernels: compspec's own operators, which are recorded, and what touches no values.
 _RECORDED = frozenset({"compspec::packed_linear", "compspec::paged_attention"})
@@ -41,17 +51,19 @@ _WITHOUT_EFFECT = frozenset(
     )
 )
 
+# Observers stand in for all threads, though each looks at its own calls alone.
+_one_at_a_time = threading.Lock()
 
-class NotRecordable(Exception):  # noqa: N818  (a reason, no error)
-    """Why there is no program."""
 
-
-def record(step: Callable[..., Tensor], inputs: Sequence[Tensor], *, together: bool) -> tuple[Program, Tensor]:
+def record(
+    step: Callable[..., Tensor], inputs: Sequence[Tensor], known: Iterable[Tensor], *, together: bool
+) -> tuple[Program, Tensor]:
     """Runs a compiled forward once and records it.
 
     Args:
         step: has run before, so that nothing is compiled now.
         inputs: the buffers that it reads, at addresses that stay.
+        known: whatever else it works on: weights and the KV cache.
         together: as in `Program`.
 
     Returns:
@@ -62,21 +74,29 @@ def record(step: Callable[..., Tensor], inputs: Sequence[Tensor], *, together: b
     """
     if not Recorder.is_available():
         raise NotRecordable("there is no C++ compiler")
-    _check_operators(step, inputs)
-    recorder = Recorder()
-    with recording(recorder), _observed(recorder):
+    num_calls = _count_operators(step, inputs)
+    recorder = Recorder([*inputs, *known])
+    with _one_at_a_time, recording(recorder), _observed(recorder):
         logits = step(*inputs)
+    if recorder.num_team_calls != num_calls:
+        raise NotRecordable(f"of {num_calls} calls of operators {recorder.num_team_calls} were recorded")
     return recorder.program(together=together), logits
 
 
-def _check_operators(step: Callable[..., Tensor], inputs: Sequence[Tensor]) -> None:
-    """Looks for operators that go through torch and are not recorded."""
-    with profile() as seen:  # type: ignore[no-untyped-call]
-        step(*inputs)
-    names = {event.name for event in seen.function_events if "::" in event.name}
-    unknown = sorted(name for name in names if name not in _RECORDED | _WITHOUT_EFFECT)
+def _count_operators(step: Callable[..., Tensor], inputs: Sequence[Tensor]) -> int:
+    """Calls of operators that will be recorded; what else goes through torch is refused if it has an effect."""
+    try:
+        with profile() as seen:  # type: ignore[no-untyped-call]
+            step(*inputs)
+    except RuntimeError as error:
+        if "rofiler" not in str(error):
+            raise
+        raise NotRecordable(f"a profiler is at work ({one_line(error)})") from None
+    names = [event.name for event in seen.function_events if "::" in event.name]
+    unknown = sorted(set(names) - _RECORDED - _WITHOUT_EFFECT)
     if unknown:
         raise NotRecordable(f"it calls {', '.join(unknown[:5])}")
+    return sum(name in _RECORDED for name in names)
 
 
 @contextmanager
@@ -99,17 +119,24 @@ def _observed(recorder: Recorder) -> Iterator[None]:
 def _observer(recorder: Recorder, name: str, value: Any) -> Callable[..., Any] | None:
     """What stands in for a module's global, if anything."""
     if name == "empty_strided_cpu":
-        return recorder.empty
+        return lambda *arguments: (recorder.empty if active_recorder() is recorder else value)(*arguments)
     if not name.startswith("cpp_fused") or not isinstance(value, BuiltinFunctionType):
         return None
 
     def kernel(*arguments: Any) -> None:
-        if len(arguments) > MOST_ARGUMENTS or not all(isinstance(one, Tensor) for one in arguments):
-            raise NotRecordable(f"kernel {name} takes more than {MOST_ARGUMENTS} tensors, or something else")
-        library = ctypes.CDLL(str(getattr(value.__self__, "__file__", "")))
-        address = ctypes.cast(library.kernel, ctypes.c_void_p).value
-        assert address is not None
-        recorder.alone(address, [one.data_ptr() for one in arguments], library)
+        if active_recorder() is recorder:  # not another thread's
+            _record_kernel(recorder, name, value, arguments)
         value(*arguments)
 
     return kernel
+
+
+def _record_kernel(recorder: Recorder, name: str, kernel: BuiltinFunctionType, arguments: Sequence[Any]) -> None:
+    if len(arguments) > MOST_ARGUMENTS or not all(isinstance(one, Tensor) for one in arguments):
+        raise NotRecordable(f"kernel {name} takes more than {MOST_ARGUMENTS} tensors, or something else")
+    try:
+        library = ctypes.CDLL(str(kernel.__self__.__file__))  # type: ignore[attr-defined]
+        function = library.kernel
+    except (OSError, AttributeError) as error:
+        raise NotRecordable(f"kernel {name} is not where it is looked for ({one_line(error)})") from None
+    recorder.alone(address_of(function), [recorder.pointer(one) for one in arguments], library)

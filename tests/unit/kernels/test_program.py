@@ -9,7 +9,7 @@ from torch import Tensor
 
 from compspec.kernels.packed import PackedLinear, packs_bf16
 from compspec.kernels.packing import Format, pack_bf16, pack_quantised, quantise
-from compspec.kernels.program import MOST_ARGUMENTS, Recorder, address_of, recording
+from compspec.kernels.program import MOST_ARGUMENTS, NotRecordable, Recorder, address_of, recording
 
 pytestmark = pytest.mark.skipif(not Recorder.is_available(), reason="no C++ compiler")
 
@@ -33,7 +33,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 def test_calls_come_in_order_with_their_arguments(threads: int, together: bool) -> None:
     seen: list[tuple[str, int]] = []
     alone = ALONE(lambda *pointers: seen.append(("alone", pointers[1])))
-    recorder = Recorder()
+    recorder = Recorder([])
     for number in range(1, 6):
         recorder.alone(address_of(alone), [7, number], alone)
     program = recorder.program(together=together)
@@ -50,7 +50,7 @@ def test_all_threads_of_a_team_make_a_call_before_the_next_begins(threads: int) 
         return 0
 
     team = TEAM(note)
-    recorder = Recorder()
+    recorder = Recorder([])
     for number in range(20):
         recorder.in_team(address_of(team), Number(number))
     recorder.program(together=True).run()
@@ -61,7 +61,7 @@ def test_all_threads_of_a_team_make_a_call_before_the_next_begins(threads: int) 
 def test_a_call_that_fails_is_told(together: bool) -> None:
     results = iter([0, 1, 0] * 8)
     team = TEAM(lambda *_: next(results))
-    recorder = Recorder()
+    recorder = Recorder([])
     for number in range(3):
         recorder.in_team(address_of(team), Number(number))
     with pytest.raises(RuntimeError, match="recorded forward failed"):
@@ -69,7 +69,7 @@ def test_a_call_that_fails_is_told(together: bool) -> None:
 
 
 def test_memory_is_shared_with_what_is_dead_and_with_nothing_else() -> None:
-    recorder = Recorder()
+    recorder = Recorder([])
     first = recorder.empty((2, 8), (8, 1), torch.float32)
     second = recorder.empty((2, 8), (8, 1), torch.float32)
     assert first.data_ptr() != second.data_ptr()
@@ -81,6 +81,19 @@ def test_memory_is_shared_with_what_is_dead_and_with_nothing_else() -> None:
     again = recorder.empty((4, 4), (1, 4), torch.float32)
     assert again.data_ptr() == address and again.stride() == (1, 4)
     assert recorder.empty((0, 3), (3, 1), torch.bfloat16).numel() == 0
+
+
+def test_memory_of_an_unknown_owner_is_refused() -> None:
+    known, unknown = torch.zeros(4), torch.zeros(4)
+    recorder = Recorder([known])
+    assert recorder.pointer(known[2:]) == known[2:].data_ptr()
+    own = recorder.empty((3,), (1,), torch.float32)
+    assert recorder.pointer(own) == own.data_ptr()
+    with pytest.raises(NotRecordable, match="unknown owner"):
+        recorder.pointer(unknown)
+    layer = _layer(32, 32, Format.INT8, torch.Generator())
+    with recording(Recorder([known])), pytest.raises(NotRecordable, match="unknown owner"):
+        layer(torch.zeros(1, 32))
 
 
 @pytest.mark.parametrize("form", list(Format))
@@ -97,7 +110,7 @@ def test_a_recorded_chain_of_products_computes_what_the_operator_does(form: Form
         return x
 
     x = torch.randn(5, 64, generator=generator).bfloat16()
-    recorder = Recorder()
+    recorder = Recorder([x, *(buffer for layer in layers for buffer in layer.buffers())])
     with torch.no_grad(), recording(recorder):
         out = forward(x)
     program = recorder.program(together=together)

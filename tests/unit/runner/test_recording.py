@@ -1,6 +1,7 @@
 """Forwards as programs: what a program computes is what the compiled forward does, and what cannot be one is not."""
 
 import logging
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +10,15 @@ import torch
 from torch import Tensor
 from torch._inductor.codecache import PyCodeCache
 
+from compspec.attention import cpu
 from compspec.engine import Engine
 from compspec.kernels.packed import packs_bf16
-from compspec.kernels.program import Program, Recorder
+from compspec.kernels.program import NotRecordable, Program, Recorder
 from compspec.runner import model_runner
 from compspec.runner.inputs import Query
-from compspec.runner.recording import NotRecordable, record
-from tests.law import make_engine, make_prompts
+from compspec.runner.recording import record
+from compspec.sampling.params import SamplingParams
+from tests.law import make_engine, make_prompts, outputs, run
 from tests.tiny_models import tiny_model_folder
 
 pytestmark = pytest.mark.skipif(not Recorder.is_available() or not packs_bf16(), reason="no kernels for this CPU")
@@ -88,7 +91,7 @@ def test_an_operator_that_is_not_recorded_is_named() -> None:
     x = torch.randn(4, 64)
     compiled(x)
     with pytest.raises(NotRecordable, match="aten::mm"):
-        record(compiled, (x,), together=True)
+        record(compiled, (x,), (), together=True)
 
 
 def test_kernels_are_recorded_with_their_buffers_and_inductor_is_left_as_it_was() -> None:
@@ -99,7 +102,7 @@ def test_kernels_are_recorded_with_their_buffers_and_inductor_is_left_as_it_was(
     x, y = torch.randn(4, 64), torch.randn(4, 64)
     compiled(x, y)
     before = [dict(vars(module)) for module in PyCodeCache.modules]
-    program, out = record(compiled, (x, y), together=True)
+    program, out = record(compiled, (x, y), (), together=True)
     assert [dict(vars(module)) for module in PyCodeCache.modules] == before
     for _ in range(3):
         x.copy_(torch.randn(4, 64))
@@ -108,15 +111,85 @@ def test_kernels_are_recorded_with_their_buffers_and_inductor_is_left_as_it_was(
         assert torch.equal(out, compiled(x, y))
 
 
+def without(program: Program, index: int) -> Program:
+    """The program less one call."""
+    calls = [(call.kind, call.function, call.arguments) for call in program._calls]
+    return Program(calls[:index] + calls[index + 1 :], [program], program._memory, together=True)
+
+
+def test_no_call_of_a_program_can_be_missing_unnoticed(engine: Engine) -> None:
+    runner = engine.runner
+    for bucket in (runner.buckets.prefill[-1], runner.buckets.select(1, 2, is_prefill=False)):
+        program, logits = runner._programs[bucket]
+        wanted = runner._call(bucket, runner._probe(bucket, 2)).clone()
+        for index in range(len(program._calls)):
+            runner._call(bucket, runner._probe(bucket, 1))
+            less = without(program, index)
+            less.forget()
+            runner._buffers[bucket].fill(runner._probe(bucket, 2))
+            less.run()
+            assert not torch.equal(logits.view(wanted.shape), wanted), (bucket, index)
+        program.run()
+        assert torch.equal(logits.view(wanted.shape), wanted)
+
+
 def test_a_program_that_computes_something_else_is_not_used(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def record_less(*args: Any, **options: Any) -> tuple[Program, Tensor]:
         program, logits = record(*args, **options)
-        calls = [(call.kind, call.function, call.arguments) for call in program._calls]
-        return Program(calls[:3] + calls[4:], [program], together=True), logits
+        return without(program, len(program._calls) - 1), logits
 
     monkeypatch.setattr(model_runner, "record", record_less)
     engine = compiled_engine(folder)
     assert engine.runner.num_programs == 0
     assert any("computes something else" in message for message in caplog.messages)
+
+
+def test_an_operator_that_does_not_tell_the_recorder_is_noticed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(cpu, "active_recorder", lambda: None)
+    with caplog.at_level(logging.INFO, "compspec"):
+        engine = compiled_engine(folder)
+    assert engine.runner.num_programs == 0
+
+
+def test_under_a_profiler_there_is_no_program_and_no_error(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "compspec"), torch.autograd.profiler.profile():  # type: ignore[no-untyped-call]
+        engine = compiled_engine(folder)
+    assert engine.runner.num_programs == 0
+    assert any("a profiler is at work" in message for message in caplog.messages)
+
+
+def test_kernels_of_other_threads_are_not_recorded() -> None:
+    def step(x: Tensor) -> Tensor:
+        return x.softmax(-1).sin()
+
+    compiled = torch.compile(step, fullgraph=True, dynamic=False)
+    x, other = torch.randn(4, 64), torch.randn(4, 64)
+    compiled(x)
+
+    def with_another_thread(tensor: Tensor) -> Tensor:
+        thread = threading.Thread(target=lambda: compiled(other))
+        thread.start()
+        thread.join()
+        return compiled(tensor)
+
+    program, out = record(with_another_thread, (x,), (), together=True)
+    assert len(program._calls) == 1
+    other.fill_(0)
+    x.copy_(torch.randn(4, 64))
+    program.run()
+    assert torch.equal(out, compiled(x))
+
+
+def test_two_engines_of_one_model_do_not_take_each_others_cache(folder: Path) -> None:
+    first = compiled_engine(folder, compile__mode="default")
+    alone = outputs(run(first, make_prompts(3), SamplingParams(max_tokens=8)))
+    second = Engine(first.config, loaded=first.loaded)
+    one, other = (each.add_request(make_prompts(3)[2], SamplingParams(max_tokens=8)) for each in (first, second))
+    while first.has_work or second.has_work:
+        first.step()
+        second.step()
+    assert one.output_token_ids == other.output_token_ids == alone[2][0]
