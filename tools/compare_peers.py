@@ -9,7 +9,7 @@ tokenizer and chat template, and the same number of threads. Only the process th
 stopped meanwhile. Decoding is greedy and ends at an end-of-text token or --max-tokens. Prefix caches are off, because
 rounds repeat prompts. After a warm-up, rounds are interleaved and alternate in order; numbers are medians over rounds.
 A peer that fails becomes a row that says so. transformers and vLLM run compspec's bf16 copy of the model, llama.cpp and
-OpenVINO its GGUF file. The table goes to standard error.
+OpenVINO its GGUF file. The table goes to standard error. tools/peers/README.md says how to make the environments.
 """
 
 import argparse
