@@ -22,16 +22,14 @@
 #include <vector>
 
 #include "team.h"
+#include "tiles.h"
 
-#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512BF16__) && \
-    defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__linux__)
-#define AMX
-#include <immintrin.h>
-#include <sys/syscall.h>
-#include <unistd.h>
+#if defined(AMX) && (!defined(__AVX512BW__) || !defined(__AVX512DQ__))
+#undef AMX
 #endif
 
 #if defined(AMX)
+#include <immintrin.h>
 #define INLINE inline __attribute__((always_inline))
 #define INLINE_LAMBDA __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 16")
@@ -215,18 +213,6 @@ INLINE float softmax(float* scores, Span seen, i64 begin, i64 end, float scale, 
 // Outputs are those of even dims of each STEP dims, then those of odd ones, and not divided by the sum.
 constexpr i64 record_size(i64 head_dim) { return head_dim + 2 * TILE; }
 
-bool may_use_tiles() {
-  constexpr int REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;
-  static const bool may = syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
-  return may;
-}
-
-struct __attribute__((packed)) TileConfig {
-  std::uint8_t palette = 1, start = 0, reserved[14] = {};
-  std::uint16_t row_bytes[16] = {};
-  std::uint8_t rows[16] = {};
-};
-
 class Worker {
  public:
   // Bytes; whole lines.
@@ -384,17 +370,11 @@ class Worker {
     }
   }
 
-  // Results are in tiles 0..3 (first and second rows, each times two tiles), rows in 4 and 5, what they meet in 6, 7.
   void configure_tiles(i64 rows) {
     const int first = static_cast<int>(std::min<i64>(rows, TILE)), second = static_cast<int>(rows) - first;
     if (first == first_tile_ && second == second_tile_) return;
     first_tile_ = first, second_tile_ = second;
-    TileConfig config;
-    for (int tile = 0; tile < 8; ++tile) config.row_bytes[tile] = LINE, config.rows[tile] = TILE;
-    config.rows[0] = config.rows[1] = config.rows[4] = static_cast<std::uint8_t>(first);
-    config.rows[2] = config.rows[3] = config.rows[5] = static_cast<std::uint8_t>(std::max(second, 1));
-    // GCC's own intrinsic says that it reads 8 bytes, and the stores of others may be left out.
-    asm volatile("ldtilecfg %0" ::"m"(config));
+    compspec::configure_tiles(first, second);
   }
 
   // out[rows, 2 tiles] = sum over `count` products of a, stepping STEP, and the pairs of tiles of b.
@@ -683,7 +663,7 @@ extern "C" int compspec_attention_amx_work_bf16(void* arguments, const Team* tea
 // Whether this processor has tiles and the system lets this process use them.
 extern "C" int compspec_attention_amx_usable() {
 #if defined(AMX)
-  return may_use_tiles();
+  return compspec::may_use_tiles();
 #else
   return 0;
 #endif

@@ -21,6 +21,7 @@
 #include <memory>
 
 #include "team.h"
+#include "tiles.h"
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
 #include <immintrin.h>
@@ -29,11 +30,6 @@
 #endif
 #if defined(__AVX512BF16__)
 #define BF16
-#if defined(__AMX_BF16__) && defined(__AMX_TILE__) && defined(__linux__)
-#define AMX
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
 #endif
 #endif
 
@@ -294,30 +290,6 @@ constexpr MultiplyPairs PAIRS[TOGETHER + 1] = {
 #endif
 
 #if defined(AMX)
-bool may_use_tiles() {
-  constexpr int REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;
-  static const bool may = syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
-  return may;
-}
-
-struct __attribute__((packed)) TileConfig {
-  std::uint8_t palette = 1, start = 0, reserved[14] = {};
-  std::uint16_t row_bytes[16] = {};
-  std::uint8_t rows[16] = {};
-};
-
-// GCC's own intrinsic says that it reads 8 bytes, and the stores of others may be left out.
-void load(const TileConfig& config) { asm volatile("ldtilecfg %0" ::"m"(config)); }
-
-// Sums are in tiles 0..3 (first and second rows, each times both halves), x in 4 and 5, weights in 6 and 7.
-void configure_tiles(int first_rows, int second_rows) {
-  TileConfig config;
-  for (int tile = 0; tile < 8; ++tile) config.row_bytes[tile] = LINE, config.rows[tile] = TILE_ROWS;
-  config.rows[0] = config.rows[1] = config.rows[4] = std::uint8_t(first_rows);
-  config.rows[2] = config.rows[3] = config.rows[5] = std::uint8_t(std::max(second_rows, 1));
-  load(config);
-}
-
 // Up to 32 rows of x times a block; sums [rows][COLUMNS].
 void multiply_tiles(const bf16* x, i64 stride, const std::uint8_t* block, i64 groups, bool second, float* sums) {
   const i64 row_bytes = stride * 2;
@@ -405,7 +377,7 @@ class Worker {
 #if defined(AMX)
     if (call_.path == PATH_AMX) {
       const int first = int(std::min<i64>(rows, TILE_ROWS)), second = int(rows) - first;
-      if (first != first_ || second != second_) configure_tiles(first_ = first, second_ = second);
+      if (first != first_ || second != second_) compspec::configure_tiles(first_ = first, second_ = second);
       return multiply_tiles(x, call_.stride, packed_, call_.groups, second > 0, sums_);
     }
 #endif
@@ -511,7 +483,7 @@ int work_recorded(void* arguments, const Team* team) {
 // How products of bf16 are computed here: 2 with tiles, 1 with dot product instructions, 0 not at all.
 extern "C" int compspec_packed_best_path() {
 #if defined(AMX)
-  if (may_use_tiles()) return PATH_AMX;
+  if (compspec::may_use_tiles()) return PATH_AMX;
 #endif
 #if defined(BF16)
   return PATH_BF16;

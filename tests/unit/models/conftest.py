@@ -1,4 +1,4 @@
-"""Fixtures for tests of models: tiny models, and the paged attention operator on CPU."""
+"""Fixtures for tests of models: tiny models and how they load."""
 
 import json
 from collections.abc import Callable
@@ -8,18 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from compspec.attention import backend
-from compspec.attention.sdpa import SdpaBackend
 from compspec.config import ModelSection
 from compspec.models import LoadedModel, load_model
 from tests.tiny_models import tiny_model_folder
-
-
-@pytest.fixture(scope="session", autouse=True)
-def operator() -> None:
-    """The reference backend, unless something in this process registered one already."""
-    if not torch._C._dispatch_has_kernel_for_dispatch_key("compspec::paged_attention", "CPU"):
-        backend.register(SdpaBackend(), "CPU")
 
 
 @pytest.fixture
